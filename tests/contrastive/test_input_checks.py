@@ -37,7 +37,7 @@ WRONG: dict[str, tuple[list[Tensor], float, str]] = {
         100.0,
         "norm 3 (images) and 3 (texts) with `logit_scale",
     ),
-    "transposed": ([x.T for x in pair()], 100.0, "24, 40] whose columns are of norm 1"),
+    "transposed": ([x.T for x in pair()], 100.0, "24, 40] whose columns have norm 1"),
 }
 
 

@@ -1,1 +1,1 @@
-"""What a call of a loss says: brought into one form, and checked before anything is computed."""
+"""The arguments of a call of a loss: brought into one form and checked before any computation."""

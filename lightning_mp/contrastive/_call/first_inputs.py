@@ -1,7 +1,7 @@
-"""A look at the first inputs of a loss: features that are not normalised, transposed, and so on.
+"""Warnings about probable mistakes in inputs: transposed or unnormalised features, negative scale.
 
 Shapes:
-    b: this rank's batch. D: feature width.
+    b: rank batch. D: feature width.
 """
 
 import math
@@ -18,23 +18,23 @@ from lightning_mp.numerics.floats import ACCUMULATION_DTYPES
 
 __all__ = ["FirstInputs"]
 
-_UNIT = 0.05  # a mean deviation of norms from 1 that half precision does not reach
-_COLD = 10.0  # scales from here on are made for cosines: CLIP's starts at 14 and ends at 100
-_LARGEST = 100.0  # logit that CLIP lets its scale make of unit features
+_UNIT = 0.05  # mean deviation of norms from 1, above the rounding of half precision
+_COLD = 10.0  # larger scales assume unit features: CLIP's starts at 14 and ends at 100
+_LARGEST = 100.0  # largest logit in CLIP, whose scale is clamped at 100
 
 
 class FirstInputs:
-    """Looks at the first inputs of a loss, and then twice as rarely each time; warns once of each.
+    """Checks the inputs at calls 1, 2, 4, 8, ... and warns once per kind of problem.
 
-    A look reads the features twice and makes seven numbers, which come to the host without making
-    it wait: on CUDA the warning comes with a later call. The looks are those at the calls 1, 2, 4,
-    8 and so on, as a scale may become negative while it is trained.
+    A check reads the features twice and computes seven numbers. The host does not wait for them, so
+    that on CUDA the warning comes with a later call. Checks continue because the scale may become
+    negative in training.
 
     Attributes:
-        calls: How often the loss was called.
+        calls: Number of calls of the loss.
         signature: Signature of the last inputs that passed the checks, see `Request.signature`.
-        read: The fields `read_scale` and `read_call` of a `Request`: what ranks compare of scales
-            on CUDA devices, whose values the host has only here without waiting.
+        read: The fields `read_scale` and `read_call` of a `Request`. Ranks compare with them the
+            scales on CUDA devices, whose current values the host could not read without waiting.
     """
 
     def __init__(self) -> None:
@@ -46,40 +46,40 @@ class FirstInputs:
         self._readback = AsyncReadback()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "FirstInputs":
-        # What is under way to the host cannot be copied; a copy looks at its own first inputs.
+        # Pending copies to the host cannot be copied; the new object checks its own first inputs.
         return FirstInputs()
 
     def __reduce__(self) -> Any:
         return FirstInputs, ()
 
-    @torch.compiler.disable  # where its caller was given up as compiled too often
+    @torch.compiler.disable  # Dynamo runs the caller eagerly after too many recompilations
     def look(self, request: Request, signature: list[Any] | None) -> None:
-        """Take note of inputs that can be used; not of those that a CUDA graph is made with."""
+        """Record inputs that passed the checks; inputs of a CUDA graph capture are not examined."""
         self.signature = signature
-        # CUDA refuses to be asked for an event while a graph is made, as `ready` does.
+        # `ready` queries events, which CUDA forbids during a capture.
         if request.image.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         if request.image.is_cuda:
             self._take_what_arrived(request)
         self.calls += 1
-        if self.calls & (self.calls - 1):  # no power of two
+        if self.calls & (self.calls - 1):  # not a power of two
             return
-        # `MatryoshkaLoss` brings features to norm 1 itself, so that any norm will do.
+        # `MatryoshkaLoss` normalises features itself, so their norms do not matter.
         seen = (*request.image.shape, request.normalize)
         numbers = _numbers(request.image, request.text, request.scale)
         if numbers.is_cuda:
             self._readback.submit(self._shared_calls, numbers, seen=seen)
-        else:  # the call that is wrong can warn
+        else:  # the numbers are on the host: warn in this call
             self._judge(numbers.tolist(), *seen)
 
     def _take_what_arrived(self, request: Request) -> None:
-        # Of an earlier call: this one's numbers are still on their way from a GPU.
+        # The numbers of an earlier call; those of this call are still being copied.
         for call, array, context in self._readback.ready():
             numbers = array.tolist()
             self._judge(numbers, *context["seen"])
             self.read = {"read_scale": numbers[-1], "read_call": call}
         group = group_named(request.group) if request.group else None
-        # A call of one rank alone, such as one before the ranks meet, is no call of the others.
+        # Calls before the group exists are not counted, since other ranks may not have made them.
         self._shared_calls += ranks_of(group, request.owner) > 1
 
     def _judge(self, numbers: list[float], rows: int, columns: int, is_normalizing: bool) -> None:
@@ -95,9 +95,9 @@ class FirstInputs:
         if min(by_rows) > _UNIT and max(by_columns) < _UNIT:
             self._tell(
                 "transposed",
-                f"Passed features of shape {[rows, columns]} whose columns are of norm 1 and whose "
-                f"rows are not: {columns} pairs of width {rows}, transposed. The batch comes "
-                "first. Pass `features.T`.",
+                f"Passed features of shape {[rows, columns]} whose columns have norm 1 and whose "
+                f"rows do not: probably {columns} pairs of width {rows}, transposed. The batch is "
+                "the first dimension. Pass `features.T`.",
             )
             return
         is_large = max(by_rows) > _UNIT and scale >= _COLD and _LARGEST < logit < math.inf
@@ -105,8 +105,8 @@ class FirstInputs:
             self._tell(
                 "norms",
                 f"Passed features of norm {image_norm:.3g} (images) and {text_norm:.3g} (texts) "
-                f"with `logit_scale={scale:.3g}`: logits may reach {logit:.3g}, where CLIP's end "
-                "at 100. Normalise them first: `F.normalize(features, dim=-1)`.",
+                f"with `logit_scale={scale:.3g}`: logits may reach {logit:.3g}; in CLIP they "
+                "end at 100. Normalise features first: `F.normalize(features, dim=-1)`.",
             )
 
     def _tell(self, kind: str, message: str) -> None:
@@ -119,7 +119,7 @@ class FirstInputs:
 
 @torch.no_grad()
 def _numbers(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
-    """Return how far row norms and column norms are from 1, the row norms, and the scale."""
+    """Return mean deviations of row and column norms from 1, RMS row norms, and the scale."""
     features = image_bD.detach(), text_bD.detach()
     dtype = ACCUMULATION_DTYPES[image_bD.dtype]
     norms = [torch.linalg.vector_norm(x, dim=dim, dtype=dtype) for dim in (1, 0) for x in features]

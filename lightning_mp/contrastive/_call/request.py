@@ -1,7 +1,7 @@
-"""`Request`: everything that one call of a loss says, in one flat value.
+"""`Request`: all arguments of one call of a loss, in one flat value.
 
-The schema of the operators and the number by which ranks compare what they were asked for are made
-from its fields, so that an argument is declared in one place.
+The schema of the operators and the checksum that ranks compare are derived from its fields, so that
+an argument is declared in one place.
 
 Shapes:
     b: images of this rank. n: its texts. k: negatives, or most positives, of an image. D: feature
@@ -49,7 +49,7 @@ __all__ = [
 
 
 class PairArguments(TypedDict, total=False):
-    """The optional arguments of a call; `ContrastiveLoss.forward` explains them."""
+    """The optional arguments of a call; see `ContrastiveLoss.forward`."""
 
     ids: Tensor | None
     weights: Tensor | None
@@ -60,32 +60,33 @@ class PairArguments(TypedDict, total=False):
 
 
 class Configured(Protocol):
-    """A loss, whose constructor has said the rest; the names are those of `Request`."""
+    """A loss with its constructor arguments as attributes, named as in `Request`."""
 
     process_group: dist.ProcessGroup | None
     _is_softmax: bool
 
 
-# Not a named tuple: under `torch.compile`, torch 2.10 traces no property of one.
+# Not a named tuple, whose properties `torch.compile` in torch 2.10 cannot trace.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """What a call of a loss says, features in one dtype.
+    """The arguments of a call of a loss; image and text features have one dtype.
 
     Attributes:
-        image, text, scale, bias: What is compared. Scale and bias may be numbers until `flat()`.
-        negatives, ids, weights, positives, guide_image, guide_text: What the call says of pairs.
+        image, text, scale, bias: Features, logit scale and logit bias. Scale and bias may be
+            Python numbers until `checked()`.
+        negatives, ids, weights, positives, guide_image, guide_text: Arguments of `forward`.
         directions, duplicates, label_smoothing, false_negatives, margin, partition, within,
-            hardness: What the constructor of `ContrastiveLoss` says of pairs.
-        is_softmax: Whether the loss is `ContrastiveLoss`; else it is `SigmoidContrastiveLoss`.
+            hardness: Arguments of the constructor that define the loss, see `RULES`.
+        is_softmax: True for `ContrastiveLoss`, False for `SigmoidContrastiveLoss`.
         statistics: Whether the call returns `LossStatistics`.
-        widths, width_weights, normalize: The prefixes of `MatryoshkaLoss`; none are the features.
-        backend, tile_dtype, workspace_bytes, autotune: Which code multiplies tiles, and how.
-        stores_tiles: Whether tiles of the first sweep are kept for the second where they fit.
-        exchange: How texts travel.
-        group: The name of the process group, by which torch finds it; `""` is the default one.
-        owner: The class that was called, for errors.
-        read_scale, read_call: The scale that the host has read from a CUDA device last, and at
-            which call of several ranks it was passed; 0 before. See `FirstInputs`.
+        widths, width_weights, normalize: The prefixes of `MatryoshkaLoss`; empty for other losses.
+        backend, tile_dtype, workspace_bytes, autotune: Options of the tile backend.
+        stores_tiles: Whether the first sweep stores tiles for the second.
+        exchange: The exchange between ranks.
+        group: Name of the process group, by which torch finds it; `""` is the default group.
+        owner: Class name of the loss, for error messages.
+        read_scale, read_call: The last scale that the host read from a CUDA device, and the call
+            it was passed to; 0 before the first. See `FirstInputs`.
         needs_grad: Whether image, text, scale, bias and negatives need a gradient.
     """
 
@@ -134,52 +135,52 @@ class Request:
         bias: Tensor | float | None,
         *,
         owner: str | None = None,
-        **said: Any,
+        **fields: Any,
     ) -> "Request":
-        """Return what a call of a loss says, with what its constructor has said.
+        """Return the request of a call: its arguments and those of the constructor.
 
         Raises:
             RuntimeError: In forward-mode AD or inside a transform of `torch.func`.
         """
         owner = type(loss).__name__ if owner is None else owner
-        if not torch.compiler.is_compiling():  # no compiler can look into them
+        if not torch.compiler.is_compiling():  # Dynamo cannot trace the check
             _check_derivatives(owner, image, text, scale)
-        # What is no float is left to the checks, which refuse it on all ranks.
+        # Other dtypes are left to the checks, which refuse them on all ranks.
         are_floats = isinstance(image, Tensor) and isinstance(text, Tensor)
         if (
             are_floats
             and image.dtype != text.dtype
             and {image.dtype, text.dtype} <= {*FLOAT_DTYPES}
         ):
-            # Each gets its gradient in its own.
+            # Gradients still have the dtypes of the inputs.
             dtype = torch.promote_types(image.dtype, text.dtype)
             image, text = image.to(dtype), text.to(dtype)
         group = "" if loss.process_group is None else loss.process_group.group_name
         constructed: Any = {name: getattr(loss, name) for name in _CONSTRUCTED}
         return cls(
-            image, text, scale, bias, **constructed, **said,  # type: ignore[arg-type]
+            image, text, scale, bias, **constructed, **fields,  # type: ignore[arg-type]
             is_softmax=loss._is_softmax, group=group, owner=owner,
         )  # fmt: skip
 
     def checked(self) -> "Request":
-        """Return a request whose checks have passed, ready to be flattened: scalars as tensors."""
+        """Return the request with scale and bias as tensors, after its checks have passed."""
         scale = _as_tensor(self.scale, self.image)
         bias = None if self.bias is None else _as_tensor(self.bias, self.image)
         inputs = (self.image, self.text, scale, bias, self.negatives)
-        # Where no backward can come, one product of four is enough. Said here: inside a compiled
-        # graph no tensor tells.
+        # Without a backward, one product of four is enough. This is decided here, because tensors
+        # inside a compiled graph do not say whether they require a gradient.
         trains = torch.is_grad_enabled()
         needs = tuple(trains and x is not None and x.requires_grad for x in inputs)
         return self._changed(scale=scale, bias=bias, needs_grad=needs)
 
     def flat(self) -> list[Any]:
-        """Return the values of all fields, as the operators take them: see `SCHEMA`."""
+        """Return the values of all fields as arguments of the operators, see `SCHEMA`."""
         values = [getattr(self, name) for name in _NAMES]
         return [list(value) if isinstance(value, tuple) else value for value in values]
 
     @classmethod
     def from_flat(cls, values: typing.Sequence[Any]) -> "Request":
-        """Return the request that `flat` has flattened."""
+        """Return the request of flattened values."""
         return cls(*values)
 
     @property
@@ -197,57 +198,56 @@ class Request:
 
     @property
     def given(self) -> int:
-        """Which of `GIVEN` there are, a bit each; all ranks have the same."""
+        """A bit for each argument of `GIVEN` that was passed; must be equal on all ranks."""
         return sum((getattr(self, name) is not None) << at for at, name in enumerate(GIVEN))
 
     @property
     def masked_ids(self) -> Tensor | None:
-        """The ids whose equal pairs the tiles leave out, int64."""
+        """The ids whose equal pairs are omitted as negatives, int64; `None` without."""
         return self._ids if self.duplicates == "mask" else None
 
     @property
     def grouped_ids(self) -> Tensor | None:
-        """The ids whose equal pairs are positives, int64."""
+        """The ids whose equal pairs are positives, int64; `None` without."""
         return None if self.duplicates == "mask" else self._ids
 
     @property
     def _ids(self) -> Tensor | None:
-        # They travel, and ranks do not tell each other in which dtype theirs came.
+        # Ids are exchanged, and ranks do not compare the dtypes of theirs.
         return None if self.ids is None else self.ids.long().contiguous()
 
     @property
     def guides(self) -> tuple[Tensor, Tensor] | None:
-        """The features that judge similarities, if these are not the model's."""
+        """The guide's features of images and texts; `None` without a guide."""
         if self.guide_image is None or self.guide_text is None:
             return None
         return self.guide_image, self.guide_text
 
     @property
     def is_plain(self) -> bool:
-        """Whether the sweeps alone make the loss: one positive a row, all rows alike."""
+        """Whether the loss is plain InfoNCE: one positive per row, equal weights, no smoothing."""
         is_given = any(x is not None for x in (self.weights, self.positives, self.negatives))
         is_one = self.duplicates == "mask" and not self.label_smoothing and not self.is_combined
         return not is_given and is_one
 
     @property
     def is_combined(self) -> bool:
-        """Whether directions share a softmax, or negatives are weighted."""
+        """Whether `partition="joint"` or `hardness` is used."""
         return self.partition == "joint" or bool(self.hardness)
 
     @property
     def checksum(self) -> int:
-        """A number that is another one where ranks have another loss or other arguments of it."""
-        # The class of the loss as well: ranks with different ones would wait for each other.
+        """A checksum of the loss class and its options, compared across ranks."""
         rules: list[Any] = [list(value) if isinstance(value, tuple) else value
                             for value in (getattr(self, name) for name in _COMPARED)]  # fmt: skip
         if self.guide_text is not None:
             rules += [self.guide_text.shape[1], self.guide_text.dtype]
-        # Not `hash`, which Python salts for strings: every process would have another.
+        # Python salts `hash` of strings differently in every process.
         return zlib.crc32(repr(rules).encode())
 
     def tiles(self, workspace_bytes: int | None) -> TileBackend:
-        """Return what multiplies tiles in a workspace, see `tiles_for`."""
-        # Triton's kernels of the sigmoid weigh all rows alike.
+        """Return the tile backend for a workspace, see `tiles_for`."""
+        # Triton's sigmoid kernel does not support weights.
         is_weighted = self.weights is not None and not self.is_softmax
         backend = "torch" if is_weighted else self.backend
         return tiles_for(
@@ -256,27 +256,27 @@ class Request:
         )  # fmt: skip
 
     def _changed(self, **values: Any) -> "Request":
-        # Not `dataclasses.replace`, which no compiler traces.
+        # Dynamo cannot trace `dataclasses.replace`.
         return Request(**{**{name: getattr(self, name) for name in _NAMES}, **values})
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Request))
 _CALLED = _NAMES[:10]
 DIFFERENTIABLE = 5
-"""How many of the first fields may have a gradient."""
+"""Number of the first fields that may have a gradient."""
 GIVEN = tuple(PairArguments.__annotations__)
-"""The arguments of a call that all ranks pass, or none."""
+"""The arguments of a call that either all ranks pass or none."""
 RULES = (
     "directions", "duplicates", "label_smoothing", "false_negatives", "margin", "partition",
     "within", "hardness",
 )  # fmt: skip
-"""The arguments of a constructor that say what belongs to what."""
+"""The constructor arguments that define the loss, and must be equal on all ranks."""
 _COMPARED = (*RULES, "widths", "width_weights", "normalize", "is_softmax")
 _CONSTRUCTED = (*RULES, "backend", "tile_dtype", "workspace_bytes", "autotune", "exchange")
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
-    # A number of a schema may be symbolic.
+    # Integers may be symbolic under `torch.compile`.
     int | None: "SymInt?",
     tuple[int, ...]: "SymInt[]",
     tuple[float, ...]: "float[]",
@@ -287,11 +287,11 @@ _TYPES: dict[Any, str] = {
     str: "str",
 }
 SCHEMA = ", ".join(
-    # A literal is one of some strings.
+    # A `Literal` of strings.
     f"{_TYPES.get(field.type, 'str')} {field.name}"
     for field in dataclasses.fields(Request)
 )
-"""The arguments of an operator that takes what `Request.flat` returns."""
+"""The schema of an operator that takes the values of `Request.flat`."""
 
 
 def tiles_for(
@@ -302,12 +302,12 @@ def tiles_for(
     workspace_bytes: int | None = None,
     autotune: bool = False,
 ) -> TileBackend:
-    """Return what multiplies tiles of features on a device.
+    """Return the tile backend for features on a device.
 
     Raises:
         ValueError: `backend="triton"` cannot run there.
     """
-    # Triton's interpreter is for tests that ask for it: in bf16 it is wrong without repairs.
+    # Triton's interpreter is for tests; without their patches it is wrong in bf16.
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return TorchTiles(workspace_bytes)
     problem = triton_problem(device, dtype)
@@ -319,7 +319,7 @@ def tiles_for(
 
 
 def ranks_of(group: dist.ProcessGroup | None, owner: str = "ContrastiveLoss") -> int:
-    """Return how many ranks share the batch; 1 without `torch.distributed`.
+    """Return the number of ranks that share the batch; 1 without `torch.distributed`.
 
     Raises:
         ValueError: This rank is not a member.
@@ -327,7 +327,7 @@ def ranks_of(group: dist.ProcessGroup | None, owner: str = "ContrastiveLoss") ->
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     size = dist.get_world_size(group)
-    # torch says -1 to a rank that is no member.
+    # torch returns -1 on ranks that are not members.
     if size < 1:
         raise ValueError(
             f"This rank is not a member of the `process_group` passed to `{owner}`. Pass the group "
@@ -337,30 +337,31 @@ def ranks_of(group: dist.ProcessGroup | None, owner: str = "ContrastiveLoss") ->
 
 
 def group_named(name: str) -> dist.ProcessGroup | None:
-    """Return the process group of a name; the default one has none here."""
-    # Private to torch, whose own modules find groups by it.
+    """Return the process group of a name; `None`, the default group, for an empty name."""
+    # Private, but the function that functional collectives use.
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     return resolve(name) if name else None
 
 
 def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
-    """Return a tensor on the device of `like`; a parameter elsewhere still gets its gradient."""
+    """Return the value as a tensor on the device of `like`; gradients flow back to its device."""
     if isinstance(value, Tensor):
         return value.to(like.device)
     if isinstance(value, np.ndarray):
         # numpy deprecates `float()` of an array of shape (1,).
         value = value.item()
-    # A fill: `torch.tensor` would copy pageable memory, which waits, and which no graph can hold.
+    # `torch.tensor` would copy from pageable memory, which synchronises and breaks CUDA graphs.
     return torch.full((), float(value), dtype=ACCUMULATION_DTYPES[like.dtype], device=like.device)
 
 
 def _check_derivatives(owner: str, *inputs: object) -> None:
-    """Refuse derivatives that would silently be zero, in the name of a loss."""
+    """Raise for kinds of derivatives that would silently be zero."""
     is_dual = any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
     )
     if is_dual or torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"Called `{owner}` in forward-mode AD or inside a transform of `torch.func`. It has a "
-            "plain backward only. Take its gradient with `backward()` or `torch.autograd.grad`."
+            f"Called `{owner}` in forward-mode AD or inside a transform of `torch.func`. It "
+            "supports plain backward only. Compute its gradient with `backward()` or "
+            "`torch.autograd.grad`."
         )

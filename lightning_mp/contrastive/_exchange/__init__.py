@@ -1,1 +1,1 @@
-"""How ranks agree on a loss, bring each other their features, and take sums back home."""
+"""The exchange of features and per-column sums between ranks."""

@@ -1,7 +1,7 @@
-"""What the loss asks of the code that brings the columns of other ranks, and takes sums back home.
+"""`Exchange`: the interface of the code that exchanges columns and per-column sums between ranks.
 
 Shapes:
-    b: this rank's batch. m: columns that are visiting. W: ranks.
+    b: rank batch. m: visiting columns. W: ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,13 @@ Combine = Literal["sum", "logsumexp", "max"]
 
 @dataclass(frozen=True)
 class Visit:
-    """Columns of some ranks that this rank works on now.
+    """A block of columns that this rank processes.
 
     Args:
-        columns: For each tensor of the shard, its rows of all visiting columns.
-        diagonal: The positive of row `i` is visiting column `i + diagonal`; `None`: none visits.
-        positive_rows: The rows whose positive visits; only they have one.
+        columns: For each tensor of the shard, its rows of the visiting columns.
+        diagonal: The positive of row `i` is visiting column `i + diagonal`; `None` without
+            positives among the columns.
+        positive_rows: The rows whose positive is among the columns.
     """
 
     columns: list[Tensor]
@@ -43,19 +44,19 @@ class Home(Protocol):
         ...
 
     def result(self) -> Tensor:
-        """Return what all ranks together have about this rank's own columns, in its own order."""
+        """Return the sum over all ranks for this rank's columns, in their order."""
         ...
 
     def parts(self) -> Tensor:
-        """Return parts of `result()` that are left to be combined by their first dimension."""
+        """Return parts of `result()` that remain to be combined along the first dimension."""
         ...
 
 
 class Exchange(Protocol):
-    """Brings every column of every rank to this rank once in a sweep.
+    """Shows each rank the columns of all ranks once in a sweep.
 
-    All ranks go through `visit` and `Home.add` in the same order; what travels does so while the
-    visiting columns are in use.
+    All ranks call `visit` and `Home.add` in the same order. Transfers overlap with the work on the
+    visiting columns.
     """
 
     @property
@@ -65,26 +66,25 @@ class Exchange(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the batch."""
+        """Number of ranks that share the batch."""
         ...
 
     @property
     def global_batch_size(self) -> int:
-        """Rows on all ranks together."""
+        """Number of rows of all ranks."""
         ...
 
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
-        """Yield all columns, some at a time.
+        """Yield all columns in blocks.
 
         Args:
             shard: This rank's tensors, each with its batch as the first dimension.
-            values: One or some numbers of each of its columns, small beside the others; they come
-                last among the visiting columns.
+            values: A few numbers per column; they are the last tensor of the visiting columns.
         """
         ...
 
     def home(self, combine: Combine) -> Home:
-        """Return an empty sum; `"logsumexp"` adds exponentials, `"max"` keeps the largest."""
+        """Return an empty sum; `"logsumexp"` adds exponentials, `"max"` takes the maximum."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

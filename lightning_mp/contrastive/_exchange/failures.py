@@ -1,4 +1,4 @@
-"""A collective that fails, in the words of the loss that asked for it."""
+"""Errors of collectives, in the name of the loss that called them."""
 
 import os
 
@@ -7,24 +7,24 @@ import torch.distributed as dist
 
 __all__ = ["CollectiveError", "collective_error"]
 
-_ROOMS = (os.path.dirname(dist.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_FOLDERS = (os.path.dirname(dist.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
 class CollectiveError(RuntimeError):
-    """A collective of a loss has failed; its cause says how."""
+    """A collective of a loss failed; `__cause__` is the original error."""
 
 
 def collective_error(owner: str, error: RuntimeError) -> CollectiveError | None:
-    """Return what an error says about a collective of a loss; `None` if it is of none."""
+    """Return the error to raise if a collective raised `error`, `None` otherwise."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    # Raised by torch's C++, which a line of these folders has called.
+    # Errors of torch's C++ end in a Python frame of these folders.
     name = "" if traceback is None else traceback.tb_frame.f_code.co_filename
-    if isinstance(error, torch.OutOfMemoryError) or not name.startswith(_ROOMS):
+    if isinstance(error, torch.OutOfMemoryError) or not name.startswith(_FOLDERS):
         return None
     return CollectiveError(
         f"A collective of `{owner}` failed on rank {dist.get_rank()}: {error}. Another rank has "
         "probably stopped before: look at the other ranks' logs first, for the earliest error. "
-        "All ranks of the group must call the loss equally often."
+        "All ranks of the group must call the loss the same number of times."
     )

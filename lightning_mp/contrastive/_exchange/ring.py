@@ -1,8 +1,8 @@
-"""Shards that travel around a ring of ranks while each rank works on the one it has.
+"""The exchange by ring: shards travel from rank to rank while each rank works on the one it holds.
 
-Rank `r` of `W` starts with its own shard; at every step it passes the shard on to rank `r + 1` and
-takes the next from rank `r - 1`, so that at step `t` it holds the shard of rank `r - t`. After `W`
-steps each rank has seen every shard, and each shard is home again. This is the exchange of Inf-CL
+Rank `r` of `W` starts with its own shard. In every step it sends the shard to rank `r + 1` and
+receives the next from rank `r - 1`, so that it holds the shard of rank `r - t` in step `t`. After
+`W` steps each rank has seen every shard. This is the exchange of Inf-CL
 (https://arxiv.org/abs/2410.17243).
 """
 
@@ -27,19 +27,19 @@ class Sending:
     """Sends tensors to the next rank and receives others from the previous one, in the background.
 
     Args:
-        outgoing: What to send; held until `wait` returns, because a send reads it in place.
-        incoming: Where to put what arrives, one for each of `outgoing`.
-        ring: The ring to send in.
+        outgoing: Tensors to send; held until `wait` returns, because a send reads them in place.
+        incoming: Buffers for the received tensors, one for each of `outgoing`.
+        ring: The ring.
     """
 
     def __init__(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ring: "Ring"
     ) -> None:
-        # Sends take contiguous memory only.
+        # Sends require contiguous memory.
         self._outgoing = [tensor.contiguous() for tensor in outgoing]
         self._incoming = list(incoming)
-        # Sends and receives go into one batch: two ranks that both send first would wait for each
-        # other on NCCL, where the operations of a group run in their order.
+        # One batch of sends and receives: NCCL runs the operations of a group in order, so two
+        # ranks that both sent first would wait for each other.
         operations = [
             dist.P2POp(operation, tensor, group=ring.group, group_peer=peer)
             for sent, received in zip(self._outgoing, self._incoming, strict=True)
@@ -51,7 +51,7 @@ class Sending:
         self._requests = dist.batch_isend_irecv(operations)
 
     def wait(self) -> list[Tensor]:
-        """Return what arrived, once it has; on a GPU this holds the stream, not the host."""
+        """Return the received tensors; on a GPU the stream waits for them, not the host."""
         for request in self._requests:
             request.wait()
         self._outgoing.clear()
@@ -59,10 +59,10 @@ class Sending:
 
 
 class Ring:
-    """The ranks of a process group in a circle, as an `Exchange`: a shard visits at a time.
+    """The exchange by ring, see `Exchange`: one shard visits at a time.
 
     Args:
-        batch_sizes: Rows on each rank; they may differ.
+        batch_sizes: Rows of each rank; they may differ.
         rank: This rank within the group.
         group: The process group; `None` is the default one. Never touched in a ring of one.
     """
@@ -80,17 +80,17 @@ class Ring:
 
     @property
     def global_batch_size(self) -> int:
-        """Rows on all ranks together."""
+        """Number of rows of all ranks."""
         return sum(self.batch_sizes)
 
     @property
     def next_rank(self) -> int:
-        """The rank within the group that shards are passed on to."""
+        """The rank within the group that this rank sends to."""
         return (self.rank + 1) % self.world_size
 
     @property
     def previous_rank(self) -> int:
-        """The rank within the group that shards come from."""
+        """The rank within the group that this rank receives from."""
         return (self.rank - 1) % self.world_size
 
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
@@ -100,7 +100,7 @@ class Ring:
         own = slice(0, len(visiting[0]))
         for step in range(self.world_size):
             sending = None
-            if step + 1 < self.world_size:  # on its way while this rank works with it
+            if step + 1 < self.world_size:  # travels while this rank works on it
                 sending = Sending(visiting, self.empty_like(visiting, step + 1), self)
             yield Visit(visiting, 0 if step == 0 else None, own)
             if sending is not None:
@@ -123,15 +123,14 @@ class Ring:
 
 
 class FollowingSum:
-    """A sum about each shard that follows it around the ring and ends on the shard's own rank.
+    """A per-column sum that follows each shard around the ring and ends on the shard's own rank.
 
-    What the earlier ranks have summed up arrives while this rank works out its own part, so the
-    transfer overlaps with the work; `visit` yields `world_size` times and `add` is called once in
-    each turn.
+    The sum of the earlier ranks arrives while this rank computes its own part. `visit` yields
+    `world_size` times, and `add` is called once in each step.
 
     Args:
-        ring: The ring that the shards travel in.
-        combine: How this rank's part is added to the sum so far.
+        ring: The ring of the shards.
+        combine: The operation that combines parts.
     """
 
     def __init__(self, ring: Ring, combine: Combine) -> None:
@@ -146,23 +145,23 @@ class FollowingSum:
         return like.new_empty(like.shape, dtype=dtype)
 
     def add(self, part: Tensor) -> None:
-        """Add this rank's part for the shard that it holds now, and send the sum on."""
+        """Add this rank's part of the current shard, and send the sum on."""
         total = part
         if self._sending is not None:
-            # Waited for as late as can be: the part was worked out meanwhile.
+            # As late as possible: the part was computed meanwhile.
             (so_far,) = self._sending.wait()
             total = _COMBINED[self._combine](so_far, part)
         self._step += 1
         if self._ring.world_size > 1:
-            # What arrives is about the next shard, which may be of another size.
+            # The arriving sum belongs to the next shard, which may have another size.
             incoming = self._ring.empty_like([total], self._step)
             self._sending = Sending([total], incoming, self._ring)
         else:
             self._total = total
 
     def result(self) -> Tensor:
-        """Return the sum over all ranks about this rank's own shard."""
-        # The last send brings every sum home.
+        """Return the sum over all ranks for this rank's own shard."""
+        # The last send returns every sum to its own rank.
         if self._sending is not None:
             (self._total,) = self._sending.wait()
             self._sending = None
@@ -174,5 +173,5 @@ class FollowingSum:
         return self._total
 
     def parts(self) -> Tensor:
-        """Return the sum as the only part."""
+        """Return the sum as a single part."""
         return self.result()[None]

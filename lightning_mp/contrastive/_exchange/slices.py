@@ -53,7 +53,7 @@ class Slices:
     """The exchange by slices, see `Exchange`; batch sizes may differ between ranks.
 
     Args:
-        batch_sizes: Rows on each rank.
+        batch_sizes: Rows of each rank.
         rank: This rank within the group.
         group: The process group; `None` is the default one.
         count: T; the same on all ranks.
@@ -76,16 +76,16 @@ class Slices:
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the batch."""
+        """Number of ranks that share the batch."""
         return len(self.batch_sizes)
 
     @property
     def global_batch_size(self) -> int:
-        """Rows on all ranks together."""
+        """Number of rows of all ranks."""
         return sum(self.batch_sizes)
 
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
-        """Yield every slice of all ranks, see `Exchange.visit`."""
+        """Yield each slice of all ranks, see `Exchange.visit`."""
         by_rank = None if values is None else self._all_values(values)
         # With one slice, the second sweep reuses the texts of the first. Tensors are compared by
         # identity, because a comparison of values would wait for the device.
@@ -102,7 +102,7 @@ class Slices:
             yield Visit(columns, self.padding(index).own_start - own.start, own)
 
     def home(self, combine: Combine) -> "SlicedSum":
-        """Return an empty sum about columns, see `Exchange.home`."""
+        """Return an empty sum, see `Exchange.home`."""
         return SlicedSum(self, combine)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ class Slices:
         return tensor
 
     def sizes(self, index: int) -> list[int]:
-        """Return the rows of every rank in a slice."""
-        # Rounded down at both ends, so that slices of any count add up to the batch.
+        """Return the number of rows of every rank in a slice."""
+        # Both ends are rounded down, so that slices cover the batch for any count.
         return [
             (index + 1) * size // self.count - index * size // self.count
             for size in self.batch_sizes
@@ -214,7 +214,7 @@ class SlicedSum:
         return len(self._home) + (self._sent is not None)
 
     def result(self) -> Tensor:
-        """Return the sum over all ranks about this rank's own columns."""
+        """Return the sum over all ranks for this rank's own columns."""
         self._arrive()
         if len(self._home) != self._slices.count:
             raise RuntimeError(
