@@ -1,15 +1,14 @@
-"""All contrastive losses as one operator of `torch.library`, which `torch.compile` keeps whole.
+"""All contrastive losses as one operator of `torch.library`, which `torch.compile` does not trace.
 
-A compiler sees the shapes that come out of it (the fake implementation) and the gradient formula,
-never its inside: how large the batches of other ranks are, which texts belong together, and what
-fits the workspace. So all that passes from the forward to the backward has this rank's sizes: the
-gradients themselves, see `SweepResult`. What goes into it are the fields of a `Request`.
+A compiler sees the output shapes (fake implementation) and the gradient formula only. The inside
+depends on the batch sizes of other ranks, on the pairing and on the workspace. Therefore the
+forward returns the gradients themselves, which have the sizes of this rank; see `SweepResult`. The
+inputs are the fields of a `Request`.
 
-Autocast does not change what it computes: features are taken in the dtype that they have, as
-`ContrastiveLoss` documents, and autocast is off inside.
+Autocast has no effect: features keep their dtype, and autocast is disabled inside.
 
 Shapes:
-    b: this rank's images. n: its texts, of which the first b belong to them. D: feature width.
+    b: images of this rank. n: its texts; text i belongs to image i for i < b. D: feature width.
 """
 
 from collections.abc import Sequence
@@ -45,24 +44,23 @@ _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 def loss_of(request: Request, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
-    """Return the loss of the global batch and the values of its statistics, empty if not wanted.
+    """Return the loss of the global batch and its statistics, which are empty if not requested.
 
     Raises:
-        ValueError: Something cannot be used; on all ranks.
-        CollectiveError: A collective has failed.
+        ValueError: Arguments are invalid, or differ between ranks; on all ranks.
+        CollectiveError: A collective failed.
     """
-    # The host waits for other hosts, or reads which texts belong together.
-    asks_host = request.positives is not None or ranks_of(group, request.owner) > 1
-    # Two names of one operator: only what asks the host is kept out of CUDA graphs.
-    loss, statistics, *_ = (_on_host if asks_host else contrastive_loss)(*request.flat())
+    # The host waits for other hosts, or reads `positives`; neither can be part of a CUDA graph.
+    needs_host = request.positives is not None or ranks_of(group, request.owner) > 1
+    loss, statistics, *_ = (_on_host if needs_host else contrastive_loss)(*request.flat())
     return loss, statistics
 
 
 def _run(*values: Any) -> tuple[Tensor, ...]:
-    """Return the loss, its statistics and gradients, as `_fake` has them; empty is what is not due.
+    """Return loss, statistics and gradients in the shapes of `_fake`; missing ones are empty.
 
     Raises:
-        ValueError: Something cannot be used; on all ranks.
+        ValueError: Arguments are invalid, or differ between ranks; on all ranks.
     """
     request, pairing = Request.from_flat(values), None
     given, bias = request, request.bias
@@ -70,7 +68,7 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
         problem, request, pairing = paired(request, request.positives)
         if problem is not None:
             refuse(problem, request.owner, request.image, group_named(request.group))
-    # Operators run below autograd, which targets take their gradients from.
+    # Operators run below autograd, which `targeted_loss` and `combined_loss` need.
     with (
         torch.no_grad(),
         torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False),
@@ -80,44 +78,39 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
             plan = agreed_plan(request, pairing)
             found = _found(plan)
         except RuntimeError as error:
-            told = collective_error(request.owner, error)
-            if told is None:
+            failure = collective_error(request.owner, error)
+            if failure is None:
                 raise
-            raise told from error
+            raise failure from error
     loss, d_bias = found.loss, found.d_bias
     if bias is not None and request.is_softmax:
-        # It shifts all logits alike; but its NaN and inf are not to vanish.
+        # A bias shifts all logits alike and has no effect, but its NaN and inf must not vanish.
         loss = loss + 0.0 * bias.to(loss.dtype).reshape(())
         d_bias = 0.0 * loss
     gradients = [found.d_image_bD, found.d_text_nD, found.d_scale, d_bias, found.d_negatives_bkD]
     if pairing is not None:
         pairing.restore(gradients)
-    # What other ranks want is worked out with them, and of no use here.
-    wanted = [x if need else None for x, need in zip(gradients, given.needs_grad, strict=True)]
+    # Other ranks may need gradients that this rank does not.
+    needed = [x if need else None for x, need in zip(gradients, given.needs_grad, strict=True)]
     statistics_5 = found.statistics_5 if request.statistics else None
-    # A copy: it and the scale's gradient are views of one sum, and outputs may not share memory.
+    # Copied, because it shares memory with the scale's gradient, and outputs must not.
     loss = loss.to(plan.dtype, copy=True)
-    # An operator returns tensors only: an empty one, of one dimension, stands for none.
-    given_out = (
-        loss.new_empty(0) if x is None else x.contiguous() for x in (statistics_5, *wanted)
-    )
-    return loss, *given_out
+    # An operator cannot return `None`: an empty 1-D tensor stands for a missing output.
+    outputs = (loss.new_empty(0) if x is None else x.contiguous() for x in (statistics_5, *needed))
+    return loss, *outputs
 
 
 def _found(plan: Plan) -> SweepResult:
-    """Return the loss that a request asks for, and its gradients."""
+    """Compute the loss that a request describes, and its gradients."""
     request = plan.request
     if request.widths:
         return prefixes_loss(plan)
     if not request.is_softmax:
         return sigmoid_loss(plan)
+    if request.is_plain:
+        return softmax_loss(plan)
     if request.is_combined:
         return combined_loss(plan)
-    # One positive a row and all rows alike: the sweeps alone make the loss.
-    per_row = (request.weights, request.positives, request.negatives)
-    is_plain = all(x is None for x in per_row) and not request.label_smoothing
-    if is_plain and request.duplicates == "mask":
-        return softmax_loss(plan)
     return targeted_loss(plan, request.needs_grad[-1])
 
 
@@ -146,7 +139,7 @@ def _fake(*values: Any) -> tuple[Tensor, ...]:
 
 
 def _define(name: str, *tags: torch.Tag) -> Any:
-    """Return an operator of `_run`."""
+    """Register `_run` as an operator."""
     schema = f"({SCHEMA}) -> ({', '.join(['Tensor'] * (2 + DIFFERENTIABLE))})"
     operator = torch.library.custom_op(
         f"lightning_mp::{name}", _run, mutates_args=(), schema=schema, tags=tags
@@ -157,14 +150,14 @@ def _define(name: str, *tags: torch.Tag) -> Any:
 
 
 def finish_gradients(cotangent: Tensor, *inputs_and_gradients: Any) -> list[Tensor]:
-    """Return the gradients that are there, times the cotangent, as the inputs have them.
+    """Return the present gradients times the cotangent, in the dtypes and shapes of the inputs.
 
-    The gradients, a list, are what `_run` returned after its statistics. The inputs say of what
-    dtype, and lead second derivatives to a refusal.
+    The last argument is the list of gradients that `_run` returned. The inputs are arguments of the
+    operator so that autograd reaches the error about second derivatives.
     """
     *inputs, gradients = inputs_and_gradients
     return [
-        # Multiplied and rounded in one operation.
+        # Multiplies and rounds in one operation.
         torch.mul(gradient, cotangent, out=x.new_empty(gradient.shape)).reshape(x.shape)
         for x, gradient in zip(inputs, gradients, strict=True)
         if x is not None and gradient.dim() != 1
@@ -174,14 +167,14 @@ def finish_gradients(cotangent: Tensor, *inputs_and_gradients: Any) -> list[Tens
 def _fake_finish(cotangent: Tensor, *inputs_and_gradients: Any) -> list[Tensor]:
     *inputs, gradients = inputs_and_gradients
     return [
-        # As `finish_gradients` makes them, whatever the strides of the inputs.
+        # Contiguous for any strides of the inputs, as in `finish_gradients`.
         torch.empty_like(x, memory_format=torch.contiguous_format)
         for x, gradient in zip(inputs, gradients, strict=True)
         if x is not None and gradient.dim() != 1
     ]
 
 
-# An operator of its own: as a plain product it would have second derivatives, and wrong ones.
+# A separate operator, because a plain product would have second derivatives, and wrong ones.
 finish = torch.library.custom_op(
     "lightning_mp::contrastive_loss_backward",
     finish_gradients,
@@ -194,8 +187,8 @@ finish.register_fake(_fake_finish)
 @finish.register_autograd
 def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
     raise RuntimeError(
-        "Called a second derivative through a contrastive loss, which has a first one only. Write "
-        "a gradient penalty on something else, or use a dense loss for it."
+        "Called a second derivative through a contrastive loss, which has a first derivative only. "
+        "Use a dense loss for gradient penalties and other second derivatives."
     )
 
 
@@ -204,11 +197,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.inputs = len(inputs)
     ctx.save_for_backward(*inputs[:DIFFERENTIABLE], *rest[1:])
     ctx.mark_non_differentiable(*rest)
-    ctx.set_materialize_grads(False)  # zeros for the others would take as much memory again
+    ctx.set_materialize_grads(False)  # zeros for missing cotangents would double the memory
 
 
 def _differentiate(ctx: Any, cotangent: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    # Once: a checkpoint around the loss gives its tensors out one time.
+    # Read once, because activation checkpointing returns saved tensors one time only.
     saved = ctx.saved_tensors
     inputs, gradients = saved[:DIFFERENTIABLE], list(saved[DIFFERENTIABLE:])
     finished = iter(finish(cotangent, *inputs, gradients))
@@ -217,20 +210,20 @@ def _differentiate(ctx: Any, cotangent: Tensor, *_: Any) -> tuple[Tensor | None,
 
 
 contrastive_loss = _define("contrastive_loss")
-# CUDA graphs of compilers leave it out.
+# A second name, so that only calls that need the host are excluded from CUDA graphs.
 _on_host = _define("contrastive_loss_on_host", torch.Tag.cudagraph_unsafe)
 
 
 @register_flop_formula(
     [torch.ops.lightning_mp.contrastive_loss, torch.ops.lightning_mp.contrastive_loss_on_host],
-    # Else shapes would come in place of tensors, without dtype and device.
+    # Without it, the formula would get shapes without dtype and device.
     get_raw=True,
 )
 def _flops(*values: Any, **_: Any) -> int:
-    """Count the products over pairs for `FlopCounterMode`, with ranks of equal batches.
+    """Count the products over pairs for `FlopCounterMode`, assuming equal batches of all ranks.
 
-    One for the logits, one for each side's gradient, and for a softmax one for the logits that were
-    not kept; `2 b n D` each. Split operands multiply three times.
+    There is one product of `2 b n D` for the logits, one for the gradient of each tower and, for a
+    softmax, one for the logits that were not stored. Split operands multiply three times.
     """
     request = Request.from_flat(values)
     group = group_named(request.group)
@@ -253,7 +246,7 @@ def _flops(*values: Any, **_: Any) -> int:
 
 
 def _combined_flops(request: Request, b: int, texts: int, ranks: int) -> int:
-    """Count the products over pairs where directions share a softmax: each part works them out."""
+    """Count the products over pairs of a joint softmax; each part has its own."""
     sweeps = 2 + sum(request.needs_grad[:2]) if any(request.needs_grad) else 1
     of_text = b * texts * ranks * (1 + (request.hardness > 0 and request.directions == "both"))
     of_image = b * b * ranks * (request.within in ("image", "both"))

@@ -127,7 +127,9 @@ def test_rank_with_features_on_the_cpu_stops_all_ranks_of_an_nccl_group(
     places = zip(features(0), on_gpu, towers_on_cpu, strict=True)
     mixed = [x if is_on_cpu else y for x, y, is_on_cpu in places]
     own = _error(lambda: make_loss()(*mixed, 10.0, -10.0))
-    assert ("process group of NCCL" if all(towers_on_cpu) else "Both must be on one device") in own
+    assert (
+        "with an NCCL process group" if all(towers_on_cpu) else "Both must be on one device"
+    ) in own
     assert [facts.tolist() for facts in nccl] == [[0] * len(agreement.Facts())]
     # The fake device does not reach inside of operators, so the other rank calls what they call.
     request = Request.of(ContrastiveLoss(), *on_gpu, 10.0, None).checked()
@@ -143,7 +145,7 @@ def test_loss_that_was_called_before_there_was_a_group_checks_its_features_again
     with monkeypatch.context() as alone:
         alone.setattr(dist, "is_initialized", lambda: False)
         loss_fn(*features(0), 10.0, -10.0)
-    assert "process group of NCCL" in _error(lambda: loss_fn(*features(0), 10.0, -10.0))
+    assert "with an NCCL process group" in _error(lambda: loss_fn(*features(0), 10.0, -10.0))
     assert len(nccl) == 1
 
 

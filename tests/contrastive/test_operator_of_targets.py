@@ -155,5 +155,5 @@ def test_second_derivatives_are_refused() -> None:
     image, text, scale = leaves_of(case)
     loss = ContrastiveLoss(**case.setup)(image, text, scale, **case.call)
     (d_image,) = torch.autograd.grad(loss, image, create_graph=True)
-    with pytest.raises(RuntimeError, match="which has a first one only"):
+    with pytest.raises(RuntimeError, match="which has a first derivative only"):
         d_image.sum().backward()

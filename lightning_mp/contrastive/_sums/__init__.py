@@ -1,1 +1,1 @@
-"""The losses themselves: sums over all pairs of the global batch, with gradients in closed form."""
+"""The losses: sums over all pairs of the global batch, with gradients in closed form."""

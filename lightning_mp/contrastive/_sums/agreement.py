@@ -1,12 +1,12 @@
-"""What the ranks of a group tell each other before a loss: one collective of some numbers a rank.
+"""Agreement of ranks before a loss: one collective exchanges a few numbers of each rank.
 
-Every rank needs the batch sizes of all others on its host before it can size a buffer, and no rank
-can know that another one's have changed: whatever it assumed, the collectives of the two would not
-fit, and NCCL would hang. So every loss reads them. What that costs is one small collective, and not
-a wait for the device: on CUDA it runs on a stream of its own, behind no kernel that the towers have
-queued, so that the host waits for the other hosts and the network (tens of microseconds) while the
-device works on; and, as any collective, for those of the same group that were queued before it.
-Arguments that do not fit, of any rank, are seen by all of them and raise on all.
+The host of every rank needs the batch sizes of all ranks to size its buffers. A rank cannot know
+whether another rank's batch has changed, and collectives of different sizes would hang in NCCL.
+Therefore every call of a loss exchanges them, by one small collective. It does not wait for the
+device: on CUDA it runs on a stream of its own, so the host waits for the other hosts and the
+network (tens of microseconds) while the device continues with the towers, and, like any collective,
+for earlier ones of the same group. Since all ranks see the arguments of all, invalid or different
+arguments raise an error on all ranks.
 
 Shapes:
     D: feature width. W: ranks.
@@ -36,8 +36,8 @@ from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 __all__ = ["agreed_plan", "device_problem", "exchange_for", "refuse", "share_workspace"]
 
 _EXCHANGES: tuple[str, ...] = get_args(ExchangeName)
-# Slices may take five eighths of the workspace, the tiles have the rest. Eighths, because Triton's
-# tiles remember by their workspace which shapes were the fastest.
+# Slices may take up to five eighths of the workspace, tiles have the rest. In steps of an eighth,
+# because equal workspaces share one `TritonTiles` and the shapes that it has timed.
 _PARTS, _MOST_PARTS = 8, 5
 # Beside the workspace, slices may take four times the largest batch in fp32. The loss promises
 # eight: gradients take two, and two more while they are concatenated and rounded. A rank with fewer
@@ -46,21 +46,21 @@ _FREE_BATCHES = 4
 
 
 class Facts(NamedTuple):
-    """What a rank tells the others of its call, whole numbers all.
+    """The facts about its call that a rank sends to the others, all of them integers.
 
     Attributes:
-        is_usable: 0 where the rank stops with an error of its own; nothing else counts then.
-        images, texts: How many.
-        width, dtype: Of the features; the place of the dtype in `FLOAT_DTYPES`.
-        exchange: Its place among the words for it.
-        budget: Bytes of the workspace.
-        given: Which optional arguments there are, see `Request.given`.
-        checksum: Of the rules, see `Request.checksum`.
-        scale, bias: The bits of the value where the host has it, else 0; of a scale on a CUDA
-            device those of the value that the host has read last.
-        scale_call: At which call of the loss that value was passed; 0 is this call.
+        is_usable: 0 if the rank raises an error of its own; the other facts are then meaningless.
+        images, texts: Number of images and of texts.
+        width, dtype: Feature width, and index of the dtype in `FLOAT_DTYPES`.
+        exchange: Index of the exchange in `ExchangeName`.
+        budget: Workspace in bytes.
+        given: The optional arguments that were passed, see `Request.given`.
+        checksum: Checksum of the loss class and its options, see `Request.checksum`.
+        scale, bias: Bits of the value if the host has it, otherwise 0; for a scale on a CUDA
+            device, bits of the value that the host has read last.
+        scale_call: The call of the loss that got this scale; 0 for the current call.
         image_needs_grad, text_needs_grad, scale_needs_grad: Whether they need a gradient.
-        statistics: Whether the call returns them.
+        statistics: Whether the call returns statistics.
     """
 
     is_usable: int = 0
@@ -82,17 +82,17 @@ class Facts(NamedTuple):
 
 
 def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
-    """Return the plan that all ranks of a group follow; each calls this once a loss.
+    """Return the plan that all ranks of a group follow; every rank calls this once per loss.
 
     Args:
-        request: Its rows in the order of their columns.
-        pairing: What was made of its `positives`.
+        request: The request, its rows in the order of their columns.
+        pairing: The pairing of `positives`, if given.
 
     Raises:
-        ValueError: Arguments of some ranks do not fit; on all ranks.
+        ValueError: Arguments are invalid on some rank, or differ between ranks; on all ranks.
     """
     image, text, scale, bias, _ = request.needs_grad
-    # A softmax does not see a bias; a sigmoid's has its gradient from the scale's products.
+    # A bias has no effect on a softmax; in a sigmoid loss its gradient comes with the scale's.
     needs_grad = NeedsGrad(image, text, scale or (bias and not request.is_softmax))
     group = group_named(request.group) if request.group else None
     if ranks_of(group, request.owner) == 1:
@@ -100,13 +100,13 @@ def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
         return plan_of(request, OneRank(len(request.text)), tiles, needs_grad, pairing=pairing)
     by_rank = _gather(_facts(request, needs_grad), request.image.device, group)
     _refuse_what_differs(by_rank, request.owner)
-    # The least workspace of all, for all have to cut the same slices.
+    # The smallest workspace of all ranks, because all must cut the same slices.
     shared = request.exchange, request.tiles, min(facts.budget for facts in by_rank), group
     exchange, tiles = exchange_for([facts.texts for facts in by_rank], request.image, *shared)
     of_images = None
     if request.within in ("image", "both"):
         of_images, _ = exchange_for([facts.images for facts in by_rank], request.image, *shared)
-    # What one rank wants, all work out.
+    # All ranks compute a gradient that any of them needs.
     needs_grad = NeedsGrad(
         image=any(facts.image_needs_grad for facts in by_rank),
         text=any(facts.text_needs_grad for facts in by_rank),
@@ -127,21 +127,19 @@ def exchange_for(
     budget: int | None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Exchange, TileBackend]:
-    """Return how columns travel, and what multiplies tiles in the workspace that is left.
+    """Return the exchange, and the tile backend for the remaining workspace.
 
     Args:
-        sizes: Columns on each rank.
+        sizes: Columns of each rank.
         features_bD: Features of this rank.
-        name: The exchange.
-        tiles_of: Makes the tiles for a workspace in bytes.
-        budget: The workspace, the same on all ranks, which must cut the same slices. `None`: that
-            of the tiles.
+        name: Name of the exchange.
+        tiles_of: Returns the tile backend for a workspace in bytes.
+        budget: The workspace in bytes, equal on all ranks; `None` takes the backend's default.
         group: The process group.
     """
     rank = dist.get_rank(group)
     if name == "ring":
         return Ring(sizes, rank, group), tiles_of(budget)
-    # `None` has become bytes, from which all ranks cut the same slices.
     budget = tiles_of(budget).budget(features_bD.device)
     count, left = share_workspace(sizes, features_bD.shape[1], features_bD.dtype, budget)
     return Slices(sizes, rank, group, count), tiles_of(left)
@@ -150,13 +148,13 @@ def exchange_for(
 def share_workspace(
     sizes: Sequence[int], width: int, dtype: torch.dtype, budget: int
 ) -> tuple[int, int]:
-    """Return how many slices travel, and the bytes of a workspace that they leave for tiles.
+    """Return the number of slices, and the bytes of the workspace that they leave for tiles.
 
     Args:
-        sizes: Rows on each rank.
+        sizes: Rows of each rank.
         width: D.
-        dtype: Of the features.
-        budget: The workspace.
+        dtype: Dtype of the features.
+        budget: The workspace in bytes.
     """
     row_bytes = width * (dtype.itemsize + accumulation_dtype(dtype).itemsize)
     free = _FREE_BATCHES * max(sizes) * width * 4
@@ -166,11 +164,11 @@ def share_workspace(
 
 
 def device_problem(request: Request, group: dist.ProcessGroup | None) -> str | None:
-    """Return what is wrong with features on a device that the group's backend cannot send from."""
+    """Return an error if the backend of the group cannot send from the device of the features."""
     if request.image.device.type != "cpu" or ranks_of(group) == 1 or not _is_of_gpus(group):
         return None
     return (
-        f"Passed features on the CPU to `{request.owner}` of a process group of NCCL, which sends "
+        f"Passed features on the CPU to `{request.owner}` with an NCCL process group, which sends "
         "from CUDA devices only. Move the features to this rank's GPU, or pass "
         "`process_group=torch.distributed.new_group(backend='gloo')`."
     )
@@ -180,12 +178,12 @@ def device_problem(request: Request, group: dist.ProcessGroup | None) -> str | N
 def refuse(
     problem: str, owner: str, image_features: object, group: dist.ProcessGroup | None
 ) -> NoReturn:
-    """Stop all ranks of a group, this one with what is wrong.
+    """Raise an error on all ranks of a group, on this rank with `problem` as its message.
 
     Raises:
         ValueError: Always.
     """
-    # The others are waiting for this rank's numbers: without them, they would hang.
+    # The other ranks wait for the facts of this rank, and would hang without them.
     if ranks_of(group, owner) > 1:
         device = torch.device("cuda" if _is_of_gpus(group) else "cpu")
         if isinstance(image_features, Tensor) and image_features.device.type != "cpu":
@@ -195,8 +193,8 @@ def refuse(
 
 
 def _is_of_gpus(group: dist.ProcessGroup | None) -> bool:
-    """Return whether a group of several ranks sends from GPUs alone, as NCCL's do."""
-    # Such as "cpu:gloo,cuda:nccl", or "cuda:nccl".
+    """Return whether a group of several ranks sends from GPUs only, as NCCL does."""
+    # The configuration is a string such as "cpu:gloo,cuda:nccl" or "cuda:nccl".
     backends = str(dist.get_backend_config(group))
     return "nccl" in backends and "cpu:" not in backends
 
@@ -214,7 +212,7 @@ def _facts(request: Request, needs_grad: NeedsGrad) -> Facts:
 
 
 def _bits(value: Tensor | float | None) -> int:
-    """Return a value that the host has, as an integer; 0 for one that it would have to wait for."""
+    """Return the bits of a value as an integer; 0 if the host would have to wait for the value."""
     if isinstance(value, Tensor):
         value = value.item() if value.device.type == "cpu" else None
     if value is None:
@@ -224,14 +222,13 @@ def _bits(value: Tensor | float | None) -> int:
 
 
 def _refuse_what_differs(by_rank: Sequence[Facts], owner: str) -> None:
-    # All ranks have the same numbers, so that each of them raises or none.
+    # All ranks have the same facts, so either all of them raise or none does.
     last = len(by_rank) - 1
     unusable = [rank for rank, facts in enumerate(by_rank) if not facts.is_usable]
     if unusable:
         raise ValueError(
-            f"Rank {unusable[0]} of {len(by_rank)} passed arguments that "
-            f"`{owner}` cannot use; its own error says why. Every rank stops here, so "
-            "that none waits for it."
+            f"Rank {unusable[0]} of {len(by_rank)} passed arguments that `{owner}` cannot use; the "
+            "error on that rank says why. All ranks stop, so that none waits for it."
         )
     formats = [(facts.width, FLOAT_DTYPES[facts.dtype]) for facts in by_rank]
     if len(set(formats)) > 1:
@@ -248,48 +245,48 @@ def _refuse_what_differs(by_rank: Sequence[Facts], owner: str) -> None:
             )
     if len({facts.checksum for facts in by_rank}) > 1:
         raise ValueError(
-            f"Called a loss whose class or {' or '.join(RULES)} differs between ranks, or the "
-            "guides' width or dtype, or the prefixes of `MatryoshkaLoss`. On this rank it is "
-            f"`{owner}`. All ranks must have the same. Configure every rank alike."
+            f"Called a loss whose class or {' or '.join(RULES)} differs between ranks, or whose "
+            "guides differ in width or dtype, or whose `MatryoshkaLoss` has other prefixes. On "
+            f"this rank it is `{owner}`. All ranks must have the same. Configure all ranks alike."
         )
     if len({facts.exchange for facts in by_rank}) > 1:
         raise ValueError(
             f"Passed `{owner}(exchange=...)` of {[_EXCHANGES[facts.exchange] for facts in by_rank]}"
-            f" on ranks 0 to {last}. All ranks must have the same. Configure every rank alike."
+            f" on ranks 0 to {last}. All ranks must have the same. Configure all ranks alike."
         )
     for name, values in (
         ("logit_scale", [facts.scale for facts in by_rank]),
         ("logit_bias", [facts.bias for facts in by_rank]),
     ):
-        # A copy from the device may have come to one rank before it has come to another.
+        # The copy from the device may have arrived on one rank and not yet on another.
         is_of_one_call = name != "logit_scale" or len({facts.scale_call for facts in by_rank}) == 1
         if is_of_one_call and len(set(values)) > 1:
             numbers = [struct.unpack("d", struct.pack("q", bits))[0] for bits in values]
             raise ValueError(
                 f"Passed `{name}` of {numbers} to `{owner}` on ranks 0 to {last}. All ranks must "
-                "have the same value, or each trains another loss. Make it a parameter of the "
-                "module that DDP or FSDP wraps, which sends rank 0's to all."
+                "have the same value. Make it a parameter of the module that DDP or FSDP wraps, "
+                "which broadcasts rank 0's value."
             )
 
 
 def _gather(facts: Facts, device: torch.device, group: dist.ProcessGroup | None) -> list[Facts]:
-    """Return the facts of every rank in the order of ranks; the host waits for the other hosts."""
+    """Return the facts of all ranks in their order; the host waits for the other hosts."""
     readback = AsyncReadback()
     with _beside(device):
         mine = torch.tensor([int(fact) for fact in facts])
-        if device.type == "cuda":  # else the copy would wait for what is queued
+        if device.type == "cuda":  # a copy from pageable memory would wait for queued work
             mine = mine.pin_memory()
         mine = mine.to(device, non_blocking=True)
         by_rank = mine.new_empty(dist.get_world_size(group) * len(mine))
         all_gather(by_rank, mine, group=group)
         readback.submit(0, by_rank)
-    # Waits for one copy, of these numbers, and not for the device.
+    # Waits for the copy of these numbers only, not for the device.
     (arrived,) = readback.drain()
     return [Facts(*row) for row in arrived.array.reshape(-1, len(facts)).tolist()]
 
 
 def _beside(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a stream current that nothing else is queued on."""
+    """Return a context with a stream of its own as the current stream."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.stream(_stream_of(device))
@@ -297,5 +294,5 @@ def _beside(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 @functools.cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    # One a device for good: the allocator keeps the memory of each stream apart.
+    # One stream per device, because the allocator has separate memory for each stream.
     return torch.cuda.Stream(device)
