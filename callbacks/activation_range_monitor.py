@@ -230,7 +230,6 @@ class ActivationRangeMonitor(SamplingMonitor):
         where = f"{key.kind}:{label}"
         numbers: dict[str, Any] = {"dtype": _short(key.dtype), "amax": stats.amax[label]}
         found: Verdict | None = None
-        tags: tuple[str, ...] = ()
         # bf16 has the range of fp32, so that its zeros have other causes.
         if key.dtype == torch.float16 and key.kind != "norm_input":
             found = self._rule.judge(where, stats.zero_share[label], stats.subnormal_share[label])
@@ -242,8 +241,8 @@ class ActivationRangeMonitor(SamplingMonitor):
             numbers["largest"] = torch.finfo(key.dtype).max
             overflow = self._growth.overflow_step(where, scaled)
             numbers["overflow"] = overflow
-            tags = () if overflow is None else ("forecast",)
-            found = Verdict("headroom", bits, self.min_headroom_bits, tags=tags)
+            also = () if overflow is None else ("forecast",)
+            found = Verdict("headroom", bits, self.min_headroom_bits, also=also)
         if found is None:
             return None
         kind, numbers = f"{key.kind}_{found.kind}", {**numbers, **found.numbers}

@@ -41,8 +41,8 @@ from lightning_mp.callbacks._step.training_state import (
     step_of,
     tags_of,
 )
-from lightning_mp.callbacks._words.sentences import words_for
 from lightning_mp.callbacks._words.usage import usage
+from lightning_mp.callbacks._words.wording import words_for
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
 

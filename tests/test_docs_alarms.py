@@ -40,7 +40,6 @@ def _named(section: str) -> set[str]:
 def _kinds() -> set[str]:
     """All kinds of alarms: arguments of `Verdict` and `alarm`, and composed kinds."""
     kinds = {key for key in MESSAGES if re.match(r"(activation|output_gradient|norm_input)_", key)}
-    kinds = {re.sub(", forecast$", "", key) for key in kinds}
     for path in (ROOT / "callbacks").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):

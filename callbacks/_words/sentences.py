@@ -1,23 +1,11 @@
 """What alarms say: a message and a remedy for each rule, as whole sentences.
 
-A key is the kind of an alarm, and tags behind it for a sentence that is said where all of them
-hold: of the verdict, or of the run (`tags_of`). `tests/callbacks/golden/` holds each of them with
-sample numbers.
+A key is the kind of an alarm. Tags behind the kind mark a sentence for cases in which all of these
+tags hold: tags of the verdict or of the run (`tags_of`). `tests/callbacks/golden/` holds every
+sentence with sample numbers.
 """
 
-from collections.abc import Collection
-from typing import Any
-
-from lightning_mp.callbacks._rules.records import Verdict
-
-__all__ = ["MESSAGES", "REMEDIES", "SENTENCES", "words_for"]
-
-_COUNT = "There {count:is} {count:count such tensor}."
-_USUAL = "At the start it was at most {usual:.1%}, and {excess:.0%} more is the limit."
-_SPIKE = (
-    "in the last {window} healthy steps, above the limit of {threshold:.4g} (z = {z:.1f}, "
-    "threshold {z_threshold:g})."
-)
+__all__ = ["MESSAGES", "REMEDIES", "SENTENCES"]
 
 MESSAGES = {
     # --- LossScaleMonitor ------------------------------------------------------------------------
@@ -31,14 +19,32 @@ MESSAGES = {
     "skip_rate": "{skipped} of the last {of:count step} were skipped for overflow, more than "
     "{threshold:.1%} of {window}; the loss scale is {scale:g}.",
     # --- GradientUnderflowMonitor ----------------------------------------------------------------
-    "gradient_underflow": "{value:.1%} of the gradient of `{tensor}` is exactly zero. "
-    f"{_USUAL} {_COUNT}",
-    "gradient_underflow, all": f"{{value:.1%}} of all gradients is exactly zero. {_USUAL} {_COUNT}",
+    "gradient_underflow": "{value:.1%} of the gradient of `{tensor}` is exactly zero. At the start "
+    "it was at most {usual:.1%}; {excess:.0%} more is the limit.",
+    "gradient_underflow, all": "{value:.1%} of all gradients is exactly zero. At the start it was "
+    "at most {usual:.1%}; {excess:.0%} more is the limit.",
     "gradient_underflow, at once": "{value:.1%} of the gradient of `{tensor}` is exactly zero, and "
-    "{subnormal:.1%} is subnormal: it is too small for its format. " + _COUNT,
+    "{subnormal:.1%} is subnormal: the gradient is too small for its format.",
     "gradient_underflow, all, at once": "{value:.1%} of all gradients is exactly zero, and "
-    "{subnormal:.1%} is subnormal: they are too small for their format.",
+    "{subnormal:.1%} is subnormal: gradients are too small for their format.",
     # --- ActivationRangeMonitor ------------------------------------------------------------------
+    "activation_headroom": "The output of `{tensor}` reaches {amax:.4g}, {value:.2f} bits below "
+    "{largest:g}, the largest {dtype} number. The limit is {threshold:g} bits.",
+    "output_gradient_headroom": "The gradient of the output of `{tensor}` reaches {amax:.4g}, "
+    "{value:.2f} bits below {largest:g}, the largest {dtype} number. The limit is {threshold:g} "
+    "bits.",
+    "norm_input_headroom": "The input of `{tensor}` reaches {amax:.4g}, {value:.2f} bits below "
+    "{largest:g}, the largest {dtype} number. The limit is {threshold:g} bits.",
+    "activation_non_finite": "The output of `{tensor}` in {dtype} has {value:count value} that "
+    "{value:is} NaN or inf.",
+    "output_gradient_non_finite": "The gradient of the output of `{tensor}` in {dtype} has "
+    "{value:count value} that {value:is} NaN or inf.",
+    "activation_underflow": "{value:.1%} of the output of `{tensor}` in {dtype} is exactly zero, "
+    "and as much is close to zero. At the start it was at most {usual:.1%}; {excess:.0%} more is "
+    "the limit.",
+    "output_gradient_underflow": "{value:.1%} of the gradient of the output of `{tensor}` in "
+    "{dtype} is exactly zero, and as much is close to zero. At the start it was at most "
+    "{usual:.1%}; {excess:.0%} more is the limit.",
     "activation_clamped": "`InfClamp` had to clamp {value:count value} of `{tensor}` since the "
     "last sample, {total:.0f} in all. A healthy run has none.",
     "attention_logit": "The logits of attention in `{tensor}` reach {value:.4g}, above "
@@ -64,23 +70,22 @@ MESSAGES = {
     "may not use it, as the running statistics of a norm; evaluation does.",
     # --- AdamStateMonitor ------------------------------------------------------------------------
     "update_rms": "The gradient of `{tensor}` is {value:.3g} times (RMS) what Adam's second moment "
-    f"expects, above {{threshold:.3g}}. {_COUNT}",
+    "expects, above {threshold:.3g}.",
     "below_epsilon": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
     "eps={eps:g}, more than {excess:.0%} above the usual {usual:.1%}. Epsilon sets these steps, "
-    f"and they shrink. {_COUNT}",
+    "and they shrink.",
     "below_epsilon, all": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
-    f"eps={{eps:g}}. Epsilon sets the steps, so that Adam does not adapt them. {_COUNT}",
+    "eps={eps:g}. Epsilon sets the steps, so that Adam does not adapt them.",
     "optimizer_state_non_finite": "Adam's moments of `{tensor}` hold NaN or inf, while its "
-    f"gradient and weights are finite. {_COUNT} Where the second moment is inf, no gradient moves "
+    "gradient and weights are finite. Where the second moment is inf, no gradient moves "
     "the weight again.",
     "zero_run": "The gradient of `{tensor}` has been zero in every sample for {value:count step}; "
     "{threshold:.0f} are the limit. If it returns as it was, its first step is {boost:.3g} times "
-    f"as long as before, and up to {{limit:.3g}} times later on. {_COUNT}",
+    "as long as before, and up to {limit:.3g} times later on.",
     "update_to_weight": "The next update of `{tensor}` has {value:.3g} times the norm of its "
-    f"weights, outside [{{least:g}}, {{most:g}}]. {_COUNT}",
+    "weights, outside [{least:g}, {most:g}].",
     "stagnant_weights": "The next update leaves {value:.0%} of the weights in half precision as "
-    "they are: it is below half a unit in their last place. `{tensor}` has the most of them. "
-    f"{_COUNT}",
+    "they are: it is below half a unit in their last place. `{tensor}` has the most of them.",
     # --- ParameterMonitor ------------------------------------------------------------------------
     "no_gradient": "{count} of {of} parameters, {value:.0%} of the values that the optimizer "
     "trains, have had no gradient for {steps:count step}. The first of them is `{tensor}`.",
@@ -93,20 +98,19 @@ MESSAGES = {
     "among the model's parameters, while {count:count parameter} of the model with a gradient "
     "{count:is} in no optimizer. The first of them is `{tensor}`.",
     "vanishing_gradients": "The gradient of `{tensor}`, divided by the norm of its weights, is "
-    f"{{value:.2g}} times that of `{{largest}}`, below {{threshold:g}}. {_COUNT}",
-    "weight_collapse": "The RMS of `{tensor}` has fallen from {usual:.3g} to {value:.3g}. "
-    f"{_COUNT}",
+    "{value:.2g} times that of `{largest}`, below {threshold:g}.",
+    "weight_collapse": "The RMS of `{tensor}` has fallen from {usual:.3g} to {value:.3g}.",
     "weight_growth": "The RMS of `{tensor}` has grown from {usual:.3g} to {value:.3g}, more than "
-    f"{{threshold:.3g}}. {_COUNT}",
+    "{threshold:.3g}.",
     # --- RepresentationMonitor -------------------------------------------------------------------
     "feature_collapse": "The features of `{tensor}` have collapsed: their spread is {value:.3g}, "
     "below {threshold:g}, and was {usual:.3g} at its highest. A spread of 0 means that all samples "
-    f"have the same direction. {_COUNT}",
+    "have the same direction.",
     "feature_collapse, from start": "The features of `{tensor}` have had a spread below "
     "{threshold:g} since the start; {value:.3g} now. A spread of 0 means that all samples have the "
-    f"same direction. {_COUNT}",
+    "same direction.",
     "feature_rank": "The effective rank of the features of `{tensor}` has fallen from {usual:.1f} "
-    f"to {{value:.1f}}, below {{threshold:.1f}}. {_COUNT}",
+    "to {value:.1f}, below {threshold:.1f}.",
     "tower_unchanged": "The features of `{tensor}` do not change, while those of `{other}` do: "
     "the squared distance from the first sample is {value:.2g} times what sampling explains, and "
     "{times:.3g} times for `{other}`.",
@@ -143,33 +147,17 @@ MESSAGES = {
     "non_finite_loss, known": "The loss{whose} is {value}. Its median before was {median:.4g}.",
     "non_finite_gradient": "The gradient norm{whose} is {value} while the loss is finite; the "
     "gradient of `{tensor}` is among those that are not.",
-    "loss_spike": "The loss{whose} is {value:.4g} against its median of {median:.4g} " + _SPIKE,
-    "gradient_spike": "The gradient norm{whose} is {value:.4g} against its median of {median:.4g} "
-    f"{_SPIKE} The largest is that of `{{tensor}}`, {{largest_norm:.4g}}.",
+    "loss_spike": "The loss{whose} is {value:.4g}, its median over the last {window} healthy steps "
+    "is {median:.4g}, and the limit of {threshold:.4g} is exceeded (z = {z:.1f}, threshold "
+    "{z_threshold:g}).",
+    "gradient_spike": "The gradient norm{whose} is {value:.4g}, its median over the last {window} "
+    "healthy steps is {median:.4g}, and the limit of {threshold:.4g} is exceeded (z = {z:.1f}, "
+    "threshold {z_threshold:g}). The largest gradient is that of `{tensor}`, {largest_norm:.4g}.",
 }
-# The same is said of outputs, of their gradients, and of what goes into norms.
-for _kind, _what in (
-    ("activation", "output"),
-    ("output_gradient", "gradient of the output"),
-    ("norm_input", "input"),
-):
-    _what = f"The {_what} of `{{tensor}}` in {{dtype}}"
-    _near = (
-        f"{_what} reaches {{amax:.4g}}, {{value:.2f}} bits below the {{largest:.4g}} where "
-        f"{{dtype}} ends. Less than {{threshold:g}} bits is too close. {_COUNT}"
-    )
-    _grown = " As it has grown so far, it overflows by about step {overflow:.0f}."
-    MESSAGES |= {f"{_kind}_headroom": _near, f"{_kind}_headroom, forecast": _near + _grown}
-    if _kind != "norm_input":
-        MESSAGES |= {
-            f"{_kind}_non_finite": f"{_what} has {{value:count value}} that {{value:is}} NaN or "
-            f"inf. {_COUNT}",
-            f"{_kind}_underflow": f"{_what} is exactly zero in {{value:.1%}} of its values. "
-            f"{_USUAL} As many are close to zero.",
-        }
-
-# What a message or a remedy may go on with: `Verdict.also` and `Verdict.ways`.
+# Sentences that follow a message (`Verdict.also`), or remedies of a verdict (`Verdict.ways`).
 SENTENCES = {
+    "count": "There are {count} such tensors.",  # behind a message, where there are several
+    "forecast": "At this rate of growth it overflows by about step {overflow:.0f}.",
     # --- what is done about it -------------------------------------------------------------------
     "skip": "The step was skipped.",
     "stop": "Training stops before this step.",
@@ -195,51 +183,56 @@ SENTENCES = {
     "`{located}` there.",
 }
 
-_FP32 = "Keep it in fp32 by `{plugin}(fp32_modules=['norm', '{tensor}'])`, or "
-_BF16 = "train with `{plugin}(half='bf16')`."
-_START_ANEW = (
-    "Start anew with a learning rate of {lower_rate:.3g} or less, or with a longer warm-up."
-)
-_NAMED = (
-    "Keep the module that `NonFiniteLocator` names in fp32 by `{plugin}(fp32_modules=[...])`, or "
-    + _BF16
-)
-_NAME = "Add `NonFiniteLocator()`, keep the module that it names in fp32 by " + (
-    "`{plugin}(fp32_modules=[...])`, or " + _BF16
-)
-_BACK = "Go back to a checkpoint before step {first_bad:.0f}"
-_DATA = "Check loss and data for NaN and for values far out of range. "
-
 REMEDIES = {
-    "loss_scale_floor": _DATA + _NAME,
-    "loss_scale_floor, locator": _DATA + _NAMED,
-    "loss_scale_floor, static": "Pass `{plugin}(loss_scale='dynamic')`. " + _NAME,
-    "loss_scale_floor, static, locator": "Pass `{plugin}(loss_scale='dynamic')`. " + _NAMED,
-    "loss_scale_low, forward": _NAME,
-    "loss_scale_low, forward, locator": _NAMED,
-    "loss_scale_low": "Lower the learning rate to {lower_rate:.3g} or double its warm-up. " + _NAME,
+    "loss_scale_floor": "Check loss and data for NaN and for values far out of range. Add "
+    "`NonFiniteLocator()`, keep the module that it names in fp32 by "
+    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
+    "loss_scale_floor, locator": "Check loss and data for NaN and for values far out of range. "
+    "Keep the module that `NonFiniteLocator` names in fp32 by `{plugin}(fp32_modules=[...])`, or "
+    "train with `{plugin}(half='bf16')`.",
+    "loss_scale_floor, static": "Pass `{plugin}(loss_scale='dynamic')`. Add `NonFiniteLocator()`, "
+    "keep the module that it names in fp32 by `{plugin}(fp32_modules=[...])`, or train with "
+    "`{plugin}(half='bf16')`.",
+    "loss_scale_floor, static, locator": "Pass `{plugin}(loss_scale='dynamic')`. Keep the module "
+    "that `NonFiniteLocator` names in fp32 by `{plugin}(fp32_modules=[...])`, or train with "
+    "`{plugin}(half='bf16')`.",
+    "loss_scale_low, forward": "Add `NonFiniteLocator()`, keep the module that it names in fp32 by "
+    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
+    "loss_scale_low, forward, locator": "Keep the module that `NonFiniteLocator` names in fp32 by "
+    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
+    "loss_scale_low": "Lower the learning rate to {lower_rate:.3g} or double its warm-up. Add "
+    "`NonFiniteLocator()`, keep the module that it names in fp32 by "
+    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
     "loss_scale_low, locator": "Lower the learning rate to {lower_rate:.3g} or double its warm-up. "
-    + _NAMED,
-    "loss_scale_low, ending": _NAME,
-    "loss_scale_low, ending, locator": _NAMED,
+    "Keep the module that `NonFiniteLocator` names in fp32 by `{plugin}(fp32_modules=[...])`, or "
+    "train with `{plugin}(half='bf16')`.",
+    "loss_scale_low, ending": "Add `NonFiniteLocator()`, keep the module that it names in fp32 by "
+    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
+    "loss_scale_low, ending, locator": "Keep the module that `NonFiniteLocator` names in fp32 by "
+    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
     "skip_rate": "Lower the learning rate to {lower_rate:.3g}, or pass "
     "`LossScaleConfig(max_scale={scale:g}, growth_interval=4000)`.",
     "skip_rate, ending": "Pass `LossScaleConfig(max_scale={scale:g}, growth_interval=4000)`.",
     "gradient_underflow": "Raise the loss scale by `LossScaleConfig(init_scale={higher_scale:g})`, "
-    "keep the module in fp32 by `{plugin}(fp32_modules=['norm', '{owner}'])`, or " + _BF16,
+    "keep the module in fp32 by `{plugin}(fp32_modules=['norm', '{owner}'])`, or train with "
+    "`{plugin}(half='bf16')`.",
     # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
     "gradient_underflow, all": "Raise the loss scale by "
-    "`LossScaleConfig(init_scale={higher_scale:g})`, or " + _BF16,
-    "gradient_underflow, wide": "Nothing reaches the parameter any more. Check that its branch is "
-    "used, and lower the learning rate if its activations have died.",
-    "activation_non_finite": f"{_FP32}{_BF16} Add `NonFiniteLocator()` to learn where they begin.",
-    "activation_non_finite, locator": _FP32 + _BF16,
-    "activation_non_finite, wide": "Add `NonFiniteLocator()` to learn where they begin.",
-    "activation_headroom": _FP32 + _BF16,
-    "activation_headroom, wide": "Put a norm before it, or lower the learning rate to "
+    "`LossScaleConfig(init_scale={higher_scale:g})`, or train with `{plugin}(half='bf16')`.",
+    "gradient_underflow, wide": "No gradient reaches the parameter. Check that its branch is used, "
+    "and lower the learning rate if its activations have died.",
+    "activation_non_finite": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
+    "'{tensor}'])`, or train with `{plugin}(half='bf16')`. Add `NonFiniteLocator()` to learn where "
+    "these values begin.",
+    "activation_non_finite, locator": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
+    "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
+    "activation_non_finite, wide": "Add `NonFiniteLocator()` to learn where these values begin.",
+    "activation_headroom": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
+    "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
+    "activation_headroom, wide": "Put a norm before the module, or lower the learning rate to "
     "{lower_rate:.3g}.",
-    "norm_input_headroom": "Keep the residual stream in fp32 where the plugin has that, or "
-    + _BF16,
+    "norm_input_headroom": "Keep the residual stream in fp32 if the plugin can, or train with "
+    "`{plugin}(half='bf16')`.",
     "norm_input_headroom, wide": "Put a norm behind each branch of the residual stream, or lower "
     "the learning rate to {lower_rate:.3g}.",
     "attention_logit": "Normalise queries and keys, or lower the learning rate to "
@@ -260,15 +253,22 @@ REMEDIES = {
     "by `reset_running_stats()`.",
     "buffer_non_finite": "Take what is not finite or far out of range out of the batch, and start "
     "the buffer anew, as by `reset_running_stats()`.",
-    "activation_underflow": _FP32 + _BF16,
-    "activation_clamped": _FP32 + "lower the learning rate to {lower_rate:.3g}.",
-    "activation_clamped, ending": _FP32 + _BF16,
-    "output_gradient_non_finite": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or " + _BF16,
-    "output_gradient_non_finite, wide": "Add `NonFiniteLocator()` to learn where they begin.",
-    "output_gradient_headroom": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or " + _BF16,
+    "activation_underflow": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
+    "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
+    "activation_clamped": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
+    "'{tensor}'])`, or lower the learning rate to {lower_rate:.3g}.",
+    "activation_clamped, ending": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
+    "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
+    "output_gradient_non_finite": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or train "
+    "with `{plugin}(half='bf16')`.",
+    "output_gradient_non_finite, wide": "Add `NonFiniteLocator()` to learn where these values "
+    "begin.",
+    "output_gradient_headroom": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or train with "
+    "`{plugin}(half='bf16')`.",
     "output_gradient_headroom, wide": "Set `Trainer(gradient_clip_val=1.0)`, or lower the learning "
     "rate to {lower_rate:.3g}.",
-    "output_gradient_underflow": _FP32 + _BF16,
+    "output_gradient_underflow": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
+    "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
     "update_rms": "Use `SafeAdamW(clip_update_rms=1.0)`, or Adam with `betas=(0.9, 0.95)`.",
     "below_epsilon": "Lower epsilon to {lower_eps:g} with states in fp32, or use "
     "`SafeAdamW(rule='atan2')`.",
@@ -316,10 +316,15 @@ REMEDIES = {
     "out, or lower the learning rate of the scale.",
     "level_shift": "If no change of the learning rate or of the data explains it, go back to a "
     "checkpoint before step {first_bad:.0f}.",
-    "non_finite_run": _BACK + ", or pass `SpikeGuard(action='rewind')`.",
-    "non_finite_run, rewinding": _BACK + ".",
-    "non_finite_run, skipped": "Check the data from step {first_bad:.0f} on. " + _NAME,
-    "non_finite_run, skipped, locator": "Check the data from step {first_bad:.0f} on. " + _NAMED,
+    "non_finite_run": "Go back to a checkpoint before step {first_bad:.0f}, or pass "
+    "`SpikeGuard(action='rewind')`.",
+    "non_finite_run, rewinding": "Go back to a checkpoint before step {first_bad:.0f}.",
+    "non_finite_run, skipped": "Check the data from step {first_bad:.0f} on. Add "
+    "`NonFiniteLocator()`, keep the module that it names in fp32 by "
+    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
+    "non_finite_run, skipped, locator": "Check the data from step {first_bad:.0f} on. Keep the "
+    "module that `NonFiniteLocator` names in fp32 by `{plugin}(fp32_modules=[...])`, or train with "
+    "`{plugin}(half='bf16')`.",
     "rewind_failed": "Go back to a checkpoint of your own, and keep those of `SpikeGuard` by "
     "`rewind_storage='memory'` or on another disk by `dirpath`.",
     "rewind_lost": "Keep them by `rewind_storage='memory'` or on another disk by `dirpath`.",
@@ -329,8 +334,10 @@ REMEDIES = {
     "rate from there on, to {lower_rate:.3g} or less.",
     "divergence, ending": "Go back to a checkpoint of about step {best_step:.0f}, and halve the "
     "rates of the schedule from there on.",
-    "divergence, from start": _START_ANEW,
-    "stalled_loss": _START_ANEW,
+    "divergence, from start": "Start anew with a learning rate of {lower_rate:.3g} or less, or "
+    "with a longer warm-up.",
+    "stalled_loss": "Start anew with a learning rate of {lower_rate:.3g} or less, or with a longer "
+    "warm-up.",
     "stalled_loss, long": "If it should learn by now, compare it with a run at a tenth and at ten "
     "times the learning rate, and check that the targets belong to their inputs.",
     "gradient_trend": "Set `Trainer(gradient_clip_val={lowest:.2g})`, or lower the learning rate "
@@ -341,49 +348,3 @@ REMEDIES = {
     "non_finite_loss": "Look at the alarm of `NonFiniteLocator`.",
     "non_finite_gradient": "Look at the alarm of `NonFiniteLocator`.",
 }
-
-_ORDINALS = ("zeroth", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-
-
-class _Number:
-    """A number that is also written as an ordinal, `{n:th}`, or with a noun, `{n:count step}`."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def __format__(self, spec: str) -> str:
-        count = int(self.value) if spec == "th" or spec.startswith(("count ", "is")) else 0
-        if spec == "th" and count < len(_ORDINALS):
-            return _ORDINALS[count]
-        if spec == "th":
-            last = 0 if count % 100 in (11, 12, 13) else count % 10
-            return f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
-        if spec == "is":
-            return "is" if count == 1 else "are"
-        if spec.startswith("count "):
-            return f"{count} {spec.removeprefix('count ')}{'' if count == 1 else 's'}"
-        if not spec and self.value != self.value:
-            return "NaN"
-        return format(self.value, spec)
-
-
-def words_for(verdict: Verdict, tags: Collection[str], **numbers: Any) -> tuple[str, str]:
-    """Return message and remedy of a verdict, in a run with such tags and numbers."""
-    if verdict.words is not None:
-        return verdict.words
-    own = {"value": verdict.value, "threshold": verdict.threshold, "tensor": verdict.tensor}
-    fields = {"count": 1, **numbers, **own, **verdict.numbers}
-    fields = {k: _Number(v) if isinstance(v, int | float) else v for k, v in fields.items()}
-    holds = {*tags, *verdict.tags}
-    if "fp16" in verdict.tags:  # of the tensor itself, whatever the plugin of the run
-        holds.discard("wide")
-    ways = [SENTENCES[way] for way in verdict.ways] or [_choose(REMEDIES, verdict.kind, holds)]
-    message = [_choose(MESSAGES, verdict.kind, holds), *(SENTENCES[key] for key in verdict.also)]
-    return " ".join(message).format(**fields), " Or: ".join(ways).format(**fields)
-
-
-def _choose(table: dict[str, str], kind: str, holds: Collection[str]) -> str:
-    """Return the sentence of a kind with most tags, of those whose tags all hold."""
-    keys = [key.split(", ") for key in table if key.split(", ")[0] == kind]
-    best = max((key for key in keys if {*key[1:]} <= {*holds}), key=len)
-    return table[", ".join(best)]

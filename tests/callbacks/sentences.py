@@ -14,8 +14,9 @@ from lightning_mp.callbacks._locate.finding import Finding
 from lightning_mp.callbacks._locate.trace import Seen, TracedCall
 from lightning_mp.callbacks._rules.records import Verdict
 from lightning_mp.callbacks._words import non_finite as locator
-from lightning_mp.callbacks._words.sentences import MESSAGES, REMEDIES, SENTENCES, words_for
+from lightning_mp.callbacks._words.sentences import MESSAGES, REMEDIES, SENTENCES
 from lightning_mp.callbacks._words.usage import USAGE, usage
+from lightning_mp.callbacks._words.wording import words_for
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -76,10 +77,13 @@ def rules() -> Iterator[str]:
         for name, pair in VALUES.items():
             if name in kind:
                 value, threshold = pair  # type: ignore[assignment]
+        # A count that no sentence of the kind contains puts the same sentence behind all of them.
+        has_count = "{count" in MESSAGES.get(key, "")
+        many = SAMPLES if has_count else {**SAMPLES, "count": 1}
         one = {**SAMPLES, "in_a_row": 1, "count": 1, "undone": 1}
         made = [
             words_for(Verdict(kind, value, threshold, tensor="layers.0.mlp", numbers=n), tags)
-            for n in (SAMPLES, one)
+            for n in (many, one)
         ]
         said = [made[0][0] if key in MESSAGES else "", made[0][1] if key in REMEDIES else ""]
         single = [made[1][0]] if made[0][0] != made[1][0] and key in MESSAGES else []

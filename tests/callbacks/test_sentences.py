@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import lightning_mp.callbacks
-from lightning_mp.callbacks._words.sentences import _Number
+from lightning_mp.callbacks._words.wording import _Number
 from tests.callbacks.sentences import FILES, FOLDER
 
 

@@ -1,0 +1,57 @@
+"""Puts a verdict into words: chooses its sentences and fills in the numbers."""
+
+from collections.abc import Collection
+from typing import Any
+
+from lightning_mp.callbacks._rules.records import Verdict
+from lightning_mp.callbacks._words.sentences import MESSAGES, REMEDIES, SENTENCES
+
+__all__ = ["words_for"]
+
+_ORDINALS = ("zeroth", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+class _Number:
+    """A number that is also written as an ordinal, `{n:th}`, or with a noun, `{n:count step}`."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __format__(self, spec: str) -> str:
+        count = int(self.value) if spec == "th" or spec.startswith(("count ", "is")) else 0
+        if spec == "th" and count < len(_ORDINALS):
+            return _ORDINALS[count]
+        if spec == "th":
+            last = 0 if count % 100 in (11, 12, 13) else count % 10
+            return f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
+        if spec == "is":
+            return "is" if count == 1 else "are"
+        if spec.startswith("count "):
+            return f"{count} {spec.removeprefix('count ')}{'' if count == 1 else 's'}"
+        if not spec and self.value != self.value:
+            return "NaN"
+        return format(self.value, spec)
+
+
+def words_for(verdict: Verdict, tags: Collection[str], **numbers: Any) -> tuple[str, str]:
+    """Return message and remedy of a verdict, in a run with such tags and numbers."""
+    if verdict.words is not None:
+        return verdict.words
+    own = {"value": verdict.value, "threshold": verdict.threshold, "tensor": verdict.tensor}
+    fields = {"count": 1, **numbers, **own, **verdict.numbers}
+    fields = {k: _Number(v) if isinstance(v, int | float) else v for k, v in fields.items()}
+    holds = {*tags, *verdict.tags}
+    if "fp16" in verdict.tags:  # of the tensor itself, whatever the plugin of the run
+        holds.discard("wide")
+    ways = [SENTENCES[way] for way in verdict.ways] or [_choose(REMEDIES, verdict.kind, holds)]
+    message = [_choose(MESSAGES, verdict.kind, holds), *(SENTENCES[key] for key in verdict.also)]
+    if verdict.numbers.get("count", 1) > 1 and "{count" not in message[0]:
+        message.append(SENTENCES["count"])
+    return " ".join(message).format(**fields), " Or: ".join(ways).format(**fields)
+
+
+def _choose(table: dict[str, str], kind: str, holds: Collection[str]) -> str:
+    """Return the sentence of a kind with most tags, of those whose tags all hold."""
+    keys = [key.split(", ") for key in table if key.split(", ")[0] == kind]
+    best = max((key for key in keys if {*key[1:]} <= {*holds}), key=len)
+    return table[", ".join(best)]
