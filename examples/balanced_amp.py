@@ -1,4 +1,4 @@
-"""Letters, recognised in fp16 with fp32 weights: `python -m examples.balanced_amp`."""
+"""Recognise letters in fp16 with fp32 weights: `python -m examples.balanced_amp`."""
 
 import lightning.pytorch as pl
 import torch
@@ -11,7 +11,7 @@ from lightning_mp import BalancedAMP, LossScaleMonitor
 
 
 class Reader(pl.LightningModule):
-    """A small CNN; nothing in it knows of a precision."""
+    """A small CNN without any code for mixed precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Reader(pl.LightningModule):
         self.network = nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten(), nn.Linear(1152, 26))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        # In fp32: the gradient of an fp16 loss is the loss scale itself, inf in fp16 from 2^16 on.
+        # In fp32: the gradient of an fp16 loss is the loss scale, which overflows from 2^16 on.
         return F.cross_entropy(self.network(batch[0]).float(), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -27,16 +27,16 @@ class Reader(pl.LightningModule):
 
 
 def main() -> float:
-    """Train on nine fonts, and return the share of letters that are read in the tenth."""
+    """Train on nine fonts; return the accuracy on the tenth."""
     pl.seed_everything(0)
     model, train = Reader(), TensorDataset(*letters(FONTS[:5] + FONTS[6:]))
     plugin, callbacks = BalancedAMP(half="fp16"), [LossScaleMonitor()]
     trainer = pl.Trainer(plugins=plugin, callbacks=callbacks, max_epochs=3, logger=False)
     trainer.fit(model, DataLoader(train, batch_size=64, shuffle=True))
     images, labels = letters((FONTS[5],))
-    # With the means that BatchNorm has gathered, not those of the test.
+    # Use the running statistics of BatchNorm.
     share = float((model.eval().network(images).argmax(1) == labels).float().mean())
-    print(f"{share:.1%} of the letters of {FONTS[5]}, which was not in training")
+    print(f"{share:.1%} of the letters of {FONTS[5]}, a font that was not trained on")
     return share
 
 

@@ -1,4 +1,4 @@
-"""Real data without a download: letters in matplotlib's fonts, and this repository's text.
+"""Real data without a download: letters in matplotlib's fonts, and the text of this repository.
 
 Legend: `N` images or windows, `L` letters, `T` characters of a window.
 """
@@ -26,7 +26,7 @@ FONTS = (
 
 
 def letters(fonts: tuple[str, ...] = FONTS, shifts: int = 3) -> tuple[Tensor, Tensor]:
-    """Draw every letter in every font, at `shifts` places on each axis.
+    """Draw every letter in every font, at `shifts` positions on each axis.
 
     Returns:
         Images of shape (N, 1, 16, 16) in 0 to 1, and the letter's number of each, of shape (N,).
@@ -40,19 +40,19 @@ def letters(fonts: tuple[str, ...] = FONTS, shifts: int = 3) -> tuple[Tensor, Te
                 image = Image.new("L", (16, 16))
                 at = (2 + place % shifts, place // shifts)
                 ImageDraw.Draw(image).text(at, letter, font=font, fill=255)
-                # A bytearray, as torch warns of tensors over bytes that cannot be written to.
+                # A bytearray, because torch warns about tensors over read-only bytes.
                 images.append(torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8))
                 labels.append(label)
     return torch.stack(images).reshape(-1, 1, 16, 16) / 255, torch.tensor(labels)
 
 
 def text_windows(count: int, length: int = 33) -> Tensor:
-    """Cut windows out of this repository's README and licence: ASCII codes of shape (N, T)."""
+    """Cut windows from this repository's README and licence: ASCII codes of shape (N, T)."""
     root = Path(__file__).parents[1]
     text = "".join((root / name).read_text() for name in ("README.md", "LICENSE"))
-    # Below 128, which are the rows of an embedding.
+    # ASCII only: the embeddings have 128 rows.
     codes = torch.tensor(list(text.encode("ascii", "ignore")))
-    # Of its own, so that the seed of a run does not change the data.
+    # A separate generator, so that the seed of a run does not change the data.
     random = torch.Generator().manual_seed(0)
     starts = torch.randint(len(codes) - length, (count,), generator=random)
     return codes[starts[:, None] + torch.arange(length)]

@@ -9,7 +9,7 @@ from lightning_mp import ContrastiveLoss, GradientCache
 
 
 def main() -> tuple[float, float]:
-    """Take the gradients of 234 pairs, whole and in micro-batches of 32.
+    """Compute the gradients of 234 pairs, as a whole and in micro-batches of 32.
 
     Returns:
         The relative difference of the gradients, and the share of the batch that a tower holds.
@@ -24,13 +24,13 @@ def main() -> tuple[float, float]:
         return loss_fn(*(F.normalize(model["tower"](x)) for x in (left, right)), 20.0)
 
     whole = torch.autograd.grad(loss(), list(model.parameters()))
-    # After the whole batch went through, as that one holds all rows.
+    # After the forward of the whole batch, which holds all rows.
     model["tower"].register_forward_hook(lambda _, x, __: rows.append(len(x[0])))
     with cache.serving(model, ["tower"]):
         value = loss()
-    # Outside of `serving`: a backward replays what was called within.
+    # Outside `serving`: the backward replays the calls made inside.
     value.backward()
-    # On a GPU replays are compared late, the last one here.
+    # On a GPU, replays are compared later: the last one here.
     cache.check()
     expected = torch.cat([gradient.flatten() for gradient in whole])
     cached = torch.cat([p.grad.flatten() for p in model.parameters()])

@@ -1,4 +1,4 @@
-"""One letter in two fonts, matched by contrast at a large batch: `python -m examples.inf_cl`."""
+"""Contrastive matching of letters in two fonts: `python -m examples.inf_cl`."""
 
 import lightning.pytorch as pl
 import torch
@@ -11,7 +11,7 @@ from lightning_mp import ContrastiveLoss, ContrastiveRecall, InfCLStrategy
 
 
 class Matcher(pl.LightningModule):
-    """Two towers; `training_step` knows nothing of micro-batches."""
+    """Two towers; `training_step` contains no code for micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Matcher(pl.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         left, right = F.normalize(self.left(batch[0])), F.normalize(self.right(batch[1]))
-        # Learned as a logarithm, a scale stays above 0.
+        # The logarithm keeps the scale positive.
         return self.loss(left, right, self.log_scale.exp())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -29,11 +29,11 @@ class Matcher(pl.LightningModule):
 
 
 def main() -> float:
-    """Train, and return how often a letter of the one font finds itself in the other first."""
+    """Train; return recall@1 from one font to the other."""
     pl.seed_everything(0)
     pairs = TensorDataset(letters(("DejaVuSans",))[0], letters(("DejaVuSerif",))[0])
     model = Matcher()
-    # A sixth of the batch at a time; the loss sees all 234 pairs.
+    # The towers process a sixth of the batch at a time; the loss compares all 234 pairs.
     strategy = InfCLStrategy(towers=["left", "right"], micro_batch_size=39)
     trainer = pl.Trainer(strategy=strategy, max_epochs=100, logger=False, devices=1)
     trainer.fit(model, DataLoader(pairs, batch_size=234, shuffle=True))
@@ -43,7 +43,7 @@ def main() -> float:
     )
     recall.update(model.left(left).detach(), model.right(right).detach())
     share = float(recall.compute()["image_to_text_recall@1"])
-    print(f"{share:.0%} of the bold letters found, none of which was in training; chance is 4%")
+    print(f"{share:.0%} of the bold letters retrieved, none of which were trained on; chance is 4%")
     return share
 
 

@@ -1,4 +1,4 @@
-"""A planted NaN, and who made it: `python -m examples.locate_nan`."""
+"""Locate the module that produces a NaN: `python -m examples.locate_nan`."""
 
 import warnings
 
@@ -13,7 +13,7 @@ from lightning_mp import BalancedAMP, InstabilityWarning, NonFiniteLocator
 
 
 class Rooted(nn.Module):
-    """Grows a NaN after 20 steps of training: the root of what is below 0."""
+    """Produces a NaN after 20 training steps: the square root of a negative number."""
 
     steps = 0
 
@@ -23,11 +23,11 @@ class Rooted(nn.Module):
 
 
 def main() -> str:
-    """Train until it fails, and return the module that the locator names."""
+    """Train until the failure; return the module that the locator names."""
     torch.manual_seed(0)
     model, locator = Reader(), NonFiniteLocator(action="stop")
     model.network.insert(3, Rooted())
-    # In bf16 there is no loss scale, which would skip the step like an overflow.
+    # bf16 has no loss scale, which would skip the step as an overflow.
     plugin = BalancedAMP(half="bf16")
     trainer = pl.Trainer(plugins=plugin, callbacks=locator, max_epochs=1, logger=False)
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ from lightning_mp.gradient_cache import GradientCache
 
 
 class CLIP(nn.Module):
-    """Two towers and a loss, none of which knows of the cache."""
+    """Two towers and a loss, without code for the gradient cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class CLIP(nn.Module):
 
 
 def train(model: CLIP, steps: int) -> None:
-    """Train on 50 pairs a rank and step."""
+    """Train on 50 pairs per rank and step."""
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cache = GradientCache(micro_batch_size=16)
@@ -33,15 +33,15 @@ def train(model: CLIP, steps: int) -> None:
         image, text = batch(step)
         optimizer.zero_grad()
         with cache.serving(ddp, ["visual", "text"]):
-            loss = ddp(image, text)  # the towers see 16 pairs at a time, the loss all of them
+            loss = ddp(image, text)  # towers: 16 pairs at a time; loss: all pairs
         loss.backward()
         optimizer.step()
-    cache.check()  # that the last replays on a GPU were right, too
+    cache.check()  # on a GPU, also verifies the last replays
 
 
 def batch(step: int, rows: int = 50) -> tuple[Tensor, Tensor]:
-    """Return pairs that resemble each other."""
-    # Other pairs on each rank: two alike would be each other's negatives.
+    """Return pairs of similar vectors."""
+    # Different pairs on each rank: equal ones would be each other's negatives.
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     image = torch.randn(rows, 12, generator=generator)
     return image, image + 0.3 * torch.randn(rows, 12, generator=generator)
@@ -50,6 +50,6 @@ def batch(step: int, rows: int = 50) -> tuple[Tensor, Tensor]:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     train(CLIP(), steps=20)
-    # The first rank to leave may break the connections of the others.
+    # A rank that exits early may break the connections of the others.
     dist.barrier()
     dist.destroy_process_group()

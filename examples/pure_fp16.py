@@ -1,4 +1,4 @@
-"""The next character, in fp16 weights alone, with SafeAdamW: `python -m examples.pure_fp16`."""
+"""Predict characters with fp16 weights and SafeAdamW: `python -m examples.pure_fp16`."""
 
 import lightning.pytorch as pl
 import torch
@@ -11,7 +11,7 @@ from lightning_mp import PureFP16, SafeAdamW
 
 
 class Writer(pl.LightningModule):
-    """Predicts a character from the eight before it."""
+    """Predicts a character from the eight previous ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,23 +20,23 @@ class Writer(pl.LightningModule):
         self.network = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(128, 128))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        # In fp32: half is for the model.
+        # The loss in fp32; half precision is for the model.
         return F.cross_entropy(self.network(self.embed(batch[:, :8])).float(), batch[:, 8])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # It steps weight and residual as they are.
+        # SafeAdamW steps weight and residual directly.
         return SafeAdamW(self.parameters(), lr=3e-3)
 
 
 def main() -> float:
-    """Train, and return the loss of text that was not in training."""
+    """Train; return the loss on held-out text."""
     pl.seed_everything(0)
     model, windows = Writer(), text_windows(12_000, length=9)
-    # Clips gradients in fp32 and unscaled, as the plugin hands them over.
+    # Clips the fp32, unscaled gradients that the plugin provides.
     trainer = pl.Trainer(plugins=PureFP16(), max_epochs=3, logger=False, gradient_clip_val=1.0)
     trainer.fit(model, DataLoader(windows[:11_000], batch_size=100, shuffle=True))
     loss = float(model.float().training_step(windows[11_000:], 0).detach())  # fp32 from here on
-    print(f"{loss:.2f} nats a character; a guess among 128 costs 4.85")
+    print(f"{loss:.2f} nats per character; a uniform guess among 128 has 4.85")
     return loss
 
 

@@ -1,4 +1,4 @@
-"""Shards of fp32, compute in fp16, on two ranks: `python -m examples.sharded` (FSDP 2)."""
+"""FSDP2 with fp32 shards and fp16 compute on two ranks: `python -m examples.sharded`."""
 
 import lightning.pytorch as pl
 import torch
@@ -13,7 +13,7 @@ from lightning_mp import ModelParallelBalancedAMP
 
 
 class Reader(pl.LightningModule):
-    """A network that shards itself where the plugin says in what dtype."""
+    """A network that is sharded with the policies of the plugin."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,14 +21,14 @@ class Reader(pl.LightningModule):
         self.network = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(128, 26))
 
     def configure_model(self) -> None:
-        """Shard: norms for themselves, in fp32; then the rest."""
+        """Shard the norms separately in fp32, then the rest."""
         plugin, mesh = self.trainer.precision_plugin, self.device_mesh["data_parallel"]
         plugin.shard_fp32_modules(self, mesh)
         fully_shard(self.network, mesh=mesh, mp_policy=plugin.mp_policy)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.network(batch[0]).float(), batch[1])
-        # Each rank has the loss of its own batch.
+        # The loss of each rank is that of its own batch.
         self.log("loss", loss, sync_dist=True)
         return loss
 
@@ -37,7 +37,7 @@ class Reader(pl.LightningModule):
 
 
 def main() -> float:
-    """Train on every device there is, or on two CPU ranks, and return the last loss."""
+    """Train on all GPUs, or on two CPU ranks; return the last loss."""
     pl.seed_everything(0, verbose=False)
     devices = torch.cuda.device_count() if torch.cuda.device_count() > 1 else 2
     accelerator = "cuda" if torch.cuda.device_count() > 1 else "cpu"
@@ -49,9 +49,9 @@ def main() -> float:
     )  # fmt: skip
     trainer.fit(Reader(), DataLoader(TensorDataset(*letters()), batch_size=64, shuffle=True))
     loss = float(trainer.callback_metrics["loss"])
-    # Every rank runs this far, and would print.
+    # Every rank executes this line; only rank zero prints.
     if trainer.is_global_zero:
-        print(f"{loss:.3f} is the loss of {devices} ranks; a guess among 26 costs 3.26")
+        print(f"{loss:.3f} is the loss on {devices} ranks; a uniform guess among 26 has 3.26")
     return loss
 
 

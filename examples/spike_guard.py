@@ -1,4 +1,4 @@
-"""A run that bad batches would ruin, saved by SpikeGuard: `python -m examples.spike_guard`."""
+"""SpikeGuard skips bad batches that would ruin a run: `python -m examples.spike_guard`."""
 
 import lightning.pytorch as pl
 import torch
@@ -11,7 +11,7 @@ from lightning_mp import AdamStateMonitor, GradientUnderflowMonitor, SafeAdamW, 
 
 
 class Damaged(Reader):
-    """Meets ten batches in a row whose labels are those of other letters."""
+    """Trains on ten consecutive batches with wrong labels."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
@@ -19,14 +19,14 @@ class Damaged(Reader):
         return super().training_step([images, 25 - labels if is_bad else labels], batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return SafeAdamW(self.parameters(), lr=3e-3)  # can skip on the device
+        return SafeAdamW(self.parameters(), lr=3e-3)  # supports skipping on the device
 
 
 def main() -> dict[str, float]:
-    """Train with and without skipping; return the mean loss of the steps after the bad ones."""
+    """Train with and without skipping; return the mean loss after the bad batches."""
     losses: dict[str, float] = {}
     for action in ("warn", "skip"):
-        # In the loop, so that both runs differ by the action alone.
+        # Inside the loop, so that the two runs differ only in the action.
         pl.seed_everything(0, verbose=False)
         guard = SpikeGuard(action=action, window_steps=64, judge_after_steps=32)
         monitors = [guard, AdamStateMonitor(every_n_steps=10), GradientUnderflowMonitor()]
@@ -37,7 +37,9 @@ def main() -> dict[str, float]:
         bad = 3 * len(loader) + 10
         after = [loss for step, loss in guard.history.curves["loss"] if bad + 10 <= step < bad + 20]
         losses[action] = sum(after) / len(after)
-        print(f"action={action!r}: loss {losses[action]:.3f} in the ten steps after the bad ones")
+        print(
+            f"action={action!r}: loss {losses[action]:.3f} in the ten steps after the bad batches"
+        )
     return losses
 
 

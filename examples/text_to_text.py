@@ -1,4 +1,4 @@
-"""Text to text with one shared tower: names of characters and what HTML and TeX call them.
+"""Text retrieval with one shared tower: Unicode names of characters and their HTML and TeX names.
 
 `lightning-mp fit --config examples/text_to_text.yaml`, from the repository's root. The data are
 there already: Python's `unicodedata` and `html.entities`, matplotlib's table of TeX commands.
@@ -20,11 +20,11 @@ from lightning_mp import ContrastiveLoss, ContrastiveRecall
 
 
 def aliases() -> dict[str, list[str]]:
-    """Return what every named character is called: 'LEFTWARDS ARROW' is 'larr', 'leftarrow', ..."""
+    """Return the aliases of every named character: 'LEFTWARDS ARROW' is 'larr', 'leftarrow', ..."""
     found = {(code, name.rstrip(";")) for name, code in html.entities.html5.items()}
     found |= {(chr(code), name) for name, code in tex2uni.items()}
     table: dict[str, list[str]] = {}
-    # The order of a set of strings changes from process to process, and ranks must agree.
+    # Sorted, because the order of a set of strings differs between processes and ranks must agree.
     for code, name in sorted(found):
         title = unicodedata.name(code, None) if len(code) == 1 else None
         if title is not None:
@@ -39,7 +39,7 @@ def encode(texts: Sequence[str], length: int) -> Tensor:
 
 
 class Pairs(IterableDataset[tuple[Tensor, Tensor]]):
-    """Names in a new order every epoch, each with one of its aliases: no text comes twice."""
+    """Names in a new order each epoch, each with one alias, so that no text occurs twice."""
 
     def __init__(self, table: dict[str, list[str]], batch_size: int) -> None:
         self.names, self.batch_size = list(table), batch_size
@@ -49,7 +49,7 @@ class Pairs(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches."""
         for rows in torch.randperm(len(self.names)).split(self.batch_size):
-            # A short batch would have fewer negatives; what is left out comes in another epoch.
+            # A short batch would have fewer negatives; the remaining pairs occur in other epochs.
             if len(rows) < self.batch_size:
                 return
             chosen = [self.codes[i][int(torch.randint(len(self.codes[i]), ()))] for i in rows]
@@ -57,7 +57,7 @@ class Pairs(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Names(pl.LightningDataModule):
-    """Nine in ten characters to train on, and one to find among the others of its kind.
+    """Nine tenths of the characters for training, the rest for validation.
 
     Args:
         batch_size: Pairs in a step.
@@ -66,7 +66,7 @@ class Names(pl.LightningDataModule):
     def __init__(self, batch_size: int = 512) -> None:
         super().__init__()
         self.batch_size = batch_size
-        # Not `hash`, which is salted anew in every process.
+        # Not `hash`, whose salt differs between processes.
         kept = {name: zlib.crc32(name.encode()) % 10 > 0 for name in aliases()}
         self.seen, self.unseen = (
             {name: codes for name, codes in aliases().items() if kept[name] == is_seen}
@@ -77,7 +77,7 @@ class Names(pl.LightningDataModule):
         return DataLoader(Pairs(self.seen, self.batch_size), batch_size=None)
 
     def val_dataloader(self) -> DataLoader:
-        """Return every name with each of its aliases, and the numbers of name and alias."""
+        """Return every name with each of its aliases, and the ids of name and alias."""
         rows = [(i, name, code) for i, name in enumerate(self.unseen) for code in self.unseen[name]]
         numbers, titles, codes = zip(*rows, strict=True)
         tensors = encode(titles, 48), encode(codes, 24), torch.tensor(numbers)
@@ -85,7 +85,7 @@ class Names(pl.LightningDataModule):
 
 
 class TextToText(pl.LightningModule):
-    """One tower for both texts, called twice a step; micro-batches are the strategy's affair.
+    """One tower for both texts, called twice per step; the strategy creates micro-batches.
 
     Args:
         width: Channels.
@@ -96,13 +96,13 @@ class TextToText(pl.LightningModule):
         self.embedding = nn.Embedding(128, width, padding_idx=0)
         self.near, self.far = (nn.Conv1d(width, width, 3, padding=1) for _ in range(2))
         self.head = nn.Linear(width, width)
-        # CLIP's at the start, log(1 / 0.07).
+        # CLIP's initial value, log(1 / 0.07).
         self.log_scale = nn.Parameter(torch.tensor(2.66))
         self.loss = ContrastiveLoss()
         self.recall = ContrastiveRecall(value="text_to_image_recall@1")
 
     def tower(self, codes: Tensor) -> Tensor:
-        """Return unit features of texts, which are read without regard to case."""
+        """Return normalised features of texts, ignoring case."""
         lower = codes.long() + 32 * ((codes >= 65) & (codes <= 90))
         letters = self.embedding(lower).transpose(1, 2)
         hidden = F.gelu(self.near(letters))
@@ -118,7 +118,7 @@ class TextToText(pl.LightningModule):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         titles, codes, numbers, places = batch
         names, others = self.tower(titles), self.tower(codes)
-        # A name comes once for each of its aliases; by its key it counts as one.
+        # A name occurs once per alias; with its key it counts once.
         self.recall.update(names, others, numbers, numbers, numbers, places)
         self.log("recall@1", self.recall, prog_bar=True)
 

@@ -1,25 +1,24 @@
-"""A run that fails on purpose, without the plugins and with them, and the page that shows it.
+"""A run that fails on purpose, without and with the plugins, and its instability report.
 
 A small residual network is trained in fp16. Two things go wrong:
 
-1. Twelve batches in a row have targets in another unit, a hundred times too large. The loss scale
-   falls until they fit; then the steps that they make throw the weights far off, and what was
-   learnt is gone.
-2. Later its stem grows until its outputs pass 65504, where fp16 ends: from there on every loss is
-   inf or NaN, every step is skipped, and the loss scale sinks to its floor. The run is dead.
+1. The targets of twelve consecutive batches are a hundred times too large. The loss scale falls
+   until their gradients fit into fp16; their steps then destroy what the weights have learnt.
+2. Later the weights of the stem grow until its outputs exceed 65504, the largest fp16 number. From
+   there on every loss is inf or NaN, every step is skipped, and the loss scale falls to its floor.
 
-`--plugins off` trains with Lightning's own `16-mixed` and an `InstabilityReport` that only watches.
-`--plugins on` trains the same model on the same data with three changes: `BalancedAMP` keeps the
-stem in fp32, `SpikeGuard(action="skip")` leaves the bad batches out, and `SafeAdamW` bounds the
-updates. By default both are trained, one after the other, and the last losses are printed.
+`--plugins off` trains with stock `16-mixed` and monitors that do not intervene; `--plugins on`
+trains the same model on the same data with three changes: `BalancedAMP` keeps the stem in fp32,
+`SpikeGuard(action="skip")` skips the bad batches, and `SafeAdamW` bounds the updates. By default
+both runs are trained, one after the other, and their final losses are printed.
 
     python examples/failing_run/run.py
     python examples/failing_run/run.py --plugins off --steps 300 --output runs
 
-Each writes `OUTPUT/off/instability.html` or `OUTPUT/on/instability.html`: open both. On the first,
-the loss breaks out twice, the loss scale falls in a staircase, the headroom of `network.stem`
-shrinks to nothing long before, and the alarms say at which step and what to set. On the second, the
-same batches are skipped, and the loss goes on falling.
+Open `OUTPUT/off/instability.html` and `OUTPUT/on/instability.html`. In the first report, the loss
+rises twice, the loss scale falls step by step, the headroom of `network.stem` shrinks long before
+the overflow, and the alarms give the step and a setting. In the second, the same batches are
+skipped, and the loss continues to fall.
 """
 
 from __future__ import annotations
@@ -76,19 +75,19 @@ class Network(nn.Module):
 
 
 class FailingRun(pl.LightningModule):
-    """Learns, until it is hit by bad batches, after 0.4 of its steps, and then by its stem."""
+    """Fails twice: bad batches after 0.4 of the steps, then an overflow of the stem."""
 
     def __init__(self, steps: int, is_safe: bool) -> None:
         super().__init__()
-        # The same weights with the plugins and without.
+        # The same initial weights with and without the plugins.
         torch.manual_seed(0)
         self.network = Network()
         self.steps, self.is_safe = steps, is_safe
         self.losses = [math.nan] * steps
 
     def batch(self, index: int) -> list[Tensor]:
-        """Return the batch of a step; `BAD` of them have targets in another unit."""
-        # By the step alone, so that both runs see the same data.
+        """Return the batch of a step; the targets of `BAD` batches are 100 times too large."""
+        # Seeded by the step, so that both runs use the same data.
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(BATCH, 8, generator=generator)
         y = (x[:, 0] + x[:, 1] * x[:, 2]).tanh() + 0.1 * torch.randn(BATCH, generator=generator)
@@ -102,7 +101,7 @@ class FailingRun(pl.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx >= self.steps // 2:
-            # Its outputs pass fp16's limit at 0.8 of the run.
+            # Its outputs exceed the range of fp16 after 0.8 of the run.
             with torch.no_grad():
                 self.network.stem.weight.mul_(65504 ** (1 / (0.3 * self.steps)))
 
@@ -117,7 +116,7 @@ class FailingRun(pl.LightningModule):
 
 
 class Progress(pl.Callback):
-    """One bar a run, with the loss of the step behind it."""
+    """A progress bar with the loss of the last step."""
 
     def __init__(self, title: str, steps: int) -> None:
         self.bar = tqdm(total=steps, desc=title, unit="step")
@@ -133,19 +132,19 @@ class Progress(pl.Callback):
 
 
 def train(steps: int, plugins: bool, folder: Path) -> list[float]:
-    """Train once, with the plugins or without, write the page, and return every step's loss."""
-    # In a folder for each run, or the second page would be named with `-v1`.
+    """Train once with or without the plugins, write the report, return the loss of every step."""
+    # One folder per run, because the second report would be named with `-v1`.
     report = InstabilityReport(dirpath=str(folder))
     watching: list[pl.Callback] = [
         LossScaleMonitor(),
-        # The defaults, of 50 and 100 steps, are for runs of many thousands.
+        # The defaults of 50 and 100 steps are for runs of many thousands of steps.
         GradientUnderflowMonitor(every_n_steps=10),
         ActivationRangeMonitor(every_n_steps=10),
         AdamStateMonitor(every_n_steps=10),
         SpikeGuard(action="skip" if plugins else "warn"),
         NonFiniteLocator(),
     ]
-    # By its name, `precision="16-mixed"` would be bf16 on a CPU.
+    # `precision="16-mixed"` would select bf16 on a CPU.
     mixed = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     model = FailingRun(steps, is_safe=plugins)
     off = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
@@ -157,7 +156,7 @@ def train(steps: int, plugins: bool, folder: Path) -> list[float]:
         callbacks=[*watching, report, Progress("plugins on" if plugins else "plugins off", steps)],
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InstabilityWarning)  # they are on the page
+        warnings.simplefilter("ignore", InstabilityWarning)  # they are in the report
         trainer.fit(model)
     return model.losses
 
@@ -168,12 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plugins", choices=["off", "on", "both"], default="both")
-    parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
+    parser.add_argument("--steps", type=int, default=400, help="steps of each run (default: 400)")
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent / "output", help="folder to write to"
     )
     options = parser.parse_args(arguments)
-    # At 200 the bad batches come after 80; `SpikeGuard` calls no spike in the first 64.
+    # With 200 steps, the bad batches begin at 80; `SpikeGuard` reports no spike in the first 64.
     if options.steps < 200:
         parser.error(f"--steps must be at least 200, not {options.steps}")
     choices = ["off", "on"] if options.plugins == "both" else [options.plugins]

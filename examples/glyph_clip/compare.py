@@ -1,14 +1,16 @@
 """InfoNCE and SigLIP on the same towers and data: `python examples/glyph_clip/compare.py --fast`.
 
-Each is trained by the command that a user would type; two arguments, which are two lines of the
-config, make the one the other. Recall on the test font is printed side by side.
+Both are trained with the same command except for two arguments, which are two lines of the config.
+Prints the recall of both on the test font.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script only this folder is
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[2])
+)  # a script can import only from its own folder
 
 from examples.glyph_clip.data import GlyphData
 from examples.glyph_clip.report import encode, recall_table
@@ -21,9 +23,11 @@ LOSSES: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    """Train with each loss, and print its recall on the test font."""
+    """Train with each loss; print its recall on the test font."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fast", action="store_true", help="train for two minutes each, not six")
+    parser.add_argument(
+        "--fast", action="store_true", help="train for two minutes each instead of six"
+    )
     fast = FAST if parser.parse_args().fast else ()
     scores = {}
     for name, lines in LOSSES.items():

@@ -19,7 +19,7 @@ Batch = dict[str, Tensor]
 
 
 class BatchLoader:
-    """Serves batches of a table that lies in memory.
+    """Returns batches of a table in memory.
 
     The 33,000 glyphs are one uint8 tensor of 32 MiB, and a batch is one indexing of it:
     worker processes would cost more than they bring.
@@ -28,7 +28,7 @@ class BatchLoader:
         Yields image ``(b, H, W)`` uint8, text ``(b, L)`` uint8 and name_id ``(b,)`` int32.
     """
 
-    batch_sampler: None = None  # Lightning looks for it: the sampler itself serves batches
+    batch_sampler: None = None  # required by Lightning; the sampler itself returns batches
 
     def __init__(self, table: GlyphTable, sampler: RowSampler | TwinFreeSampler) -> None:
         self.sampler = sampler  # Lightning calls its `set_epoch`
@@ -47,7 +47,7 @@ class BatchLoader:
 
 
 class GlyphData(LightningDataModule):
-    """Pairs of glyph and Unicode name: DejaVu Sans, its Mono and STIX to train, a serif to test.
+    """Pairs of glyphs and Unicode names: trains on sans and STIX fonts, tests on a serif font.
 
     Args:
         batch_size: Least number of pairs in a global batch, over all ranks.
@@ -88,11 +88,11 @@ class GlyphData(LightningDataModule):
         self.tables: dict[str, GlyphTable] = {}
 
     def prepare_data(self) -> None:
-        """Render the glyphs, once a node and the first time only."""
+        """Render the glyphs, once per node and only if they are not cached."""
         load_glyphs(self.cache_dir, progress=self.progress)
 
     def setup(self, stage: str = "fit") -> None:
-        # Lightning calls this for `fit` and once more for `test`.
+        # Lightning calls this for `fit` and again for `test`.
         if self.tables:
             return
         glyphs = load_glyphs(self.cache_dir, progress=False)
@@ -104,12 +104,12 @@ class GlyphData(LightningDataModule):
         }
 
     def train_dataloader(self) -> BatchLoader:
-        """Serve global batches in which no name comes twice."""
+        """Return global batches in which no name occurs twice."""
         table, options = self.tables["train"], {"batch_size": self.batch_size, "seed": self.seed}
         return BatchLoader(table, TwinFreeSampler(table.name_ids, **options, **self._ranks()))
 
     def val_dataloader(self) -> list[BatchLoader]:
-        # With an empty list Lightning skips validation.
+        # Lightning skips validation if the list is empty.
         return [self._eval_loader("validation")] if self.validation_fonts else []
 
     def test_dataloader(self) -> BatchLoader:
@@ -120,7 +120,7 @@ class GlyphData(LightningDataModule):
         return BatchLoader(table, RowSampler(len(table), batch_size=size, **self._ranks()))
 
     def _ranks(self) -> dict[str, int]:
-        # Without a Trainer, as where the demo reports, there is one rank.
+        # Without a Trainer, as in the report of the demo, there is one rank.
         if self.trainer is None:
             return {}
         return {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}

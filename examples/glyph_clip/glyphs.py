@@ -21,7 +21,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 IMAGE_SIZE = 32
 NAME_LENGTH = 80
-# Unicode names are written in these characters only; code 0 is the padding.
+# Unicode names contain only these characters; code 0 is padding.
 ALPHABET = " -0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # An em of 24 in 32 pixels leaves ascenders, descenders and most wide symbols inside the frame at
 # one common scale, so that size and height, which tell "O" from "o" or "," from "'", stay visible.
@@ -29,7 +29,7 @@ EM_PIXELS = 24
 BASELINE = 24
 MARGIN = 1
 
-# The STIXSiz files repeat some forty brackets in five sizes each, and are left out.
+# Excluded: the STIXSiz files repeat some forty brackets in five sizes each.
 TRAIN_FONTS = (
     "DejaVuSans",
     "DejaVuSans-Bold",
@@ -49,18 +49,18 @@ TEST_FONTS = ("DejaVuSerif",)
 
 @dataclass(frozen=True, kw_only=True)
 class GlyphTable:
-    """Glyph images and their names, row by row."""
+    """Glyph images and their names, one pair per row."""
 
-    images: npt.NDArray[np.uint8]  # (N, H, W), ink on an empty ground
-    codes: npt.NDArray[np.uint8]  # (N, L), as `encode_names` writes names
-    name_ids: npt.NDArray[np.int32]  # (N,), code points; equal numbers are twins
-    font_ids: npt.NDArray[np.int32]  # (N,), places in `TRAIN_FONTS + TEST_FONTS`
+    images: npt.NDArray[np.uint8]  # (N, H, W), 0 is background
+    codes: npt.NDArray[np.uint8]  # (N, L), from `encode_names`
+    name_ids: npt.NDArray[np.int32]  # (N,), code points; equal ids are duplicates
+    font_ids: npt.NDArray[np.int32]  # (N,), indices into `TRAIN_FONTS + TEST_FONTS`
 
     def __len__(self) -> int:
         return len(self.name_ids)
 
     def rows(self, keep: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> GlyphTable:
-        """Select rows by a mask or by their indices."""
+        """Select rows by a mask or by indices."""
         return GlyphTable(**{field.name: getattr(self, field.name)[keep] for field in fields(self)})
 
     def of_fonts(self, fonts: Sequence[str]) -> GlyphTable:
@@ -73,13 +73,13 @@ class GlyphTable:
         table = self.rows(np.isin(self.font_ids, [known.index(font) for font in fonts]))
         first: dict[tuple[int, bytes], int] = {}
         for row, (name_id, image) in enumerate(zip(table.name_ids, table.images, strict=True)):
-            # By its pixels: the same character of two styles may be drawn alike.
+            # By its pixels: two styles may have the same image of a character.
             first.setdefault((int(name_id), image.tobytes()), row)
         return table.rows(np.fromiter(first.values(), dtype=np.int64))
 
 
 def encode_names(names: Sequence[str]) -> npt.NDArray[np.uint8]:
-    """Write names as numbers, (N, L): 1 to 38 for characters of `ALPHABET`, 0 for padding."""
+    """Encode names as (N, L) codes: 1 to 38 for characters of `ALPHABET`, 0 for padding."""
     codes_NL = np.zeros((len(names), NAME_LENGTH), dtype=np.uint8)
     for row, name in enumerate(names):
         codes = [ALPHABET.find(character) + 1 for character in name[:NAME_LENGTH]]
@@ -92,7 +92,7 @@ def encode_names(names: Sequence[str]) -> npt.NDArray[np.uint8]:
 
 
 def decode_name(codes_L: npt.NDArray[np.uint8]) -> str:
-    """Read one encoded name."""
+    """Decode one name."""
     return "".join(ALPHABET[code - 1] for code in codes_L if code)
 
 
@@ -102,7 +102,7 @@ def named_code_points(font: Path) -> list[int]:
     Private-use characters have none, nor have control characters; marks and separators draw
     nothing of their own.
     """
-    # Lazy, as of the whole file only the character map is read.
+    # Lazy: only the character map of the file is read.
     with TTFont(font, lazy=True) as face:
         code_points = face.getBestCmap()
     return sorted(
@@ -113,7 +113,7 @@ def named_code_points(font: Path) -> list[int]:
 
 
 def _render(font: ImageFont.FreeTypeFont, character: str) -> npt.NDArray[np.uint8]:
-    """Draw one glyph: its ink centred from left to right, its baseline where the others have it."""
+    """Draw one glyph, centred horizontally, on a common baseline."""
     image = Image.new("L", (IMAGE_SIZE, IMAGE_SIZE))
     left, top, right, bottom = font.getbbox(character, anchor="ls")
     room = IMAGE_SIZE - 2 * MARGIN
@@ -122,7 +122,7 @@ def _render(font: ImageFont.FreeTypeFont, character: str) -> npt.NDArray[np.uint
         font = font.font_variant(size=font.size * shrink)
         left, top, right, bottom = font.getbbox(character, anchor="ls")
     x = (IMAGE_SIZE - (right - left)) / 2 - left
-    # Tall glyphs are moved off the common baseline just as far as the frame asks.
+    # Tall glyphs are shifted from the common baseline just enough to fit in the frame.
     y = min(max(BASELINE, MARGIN - top), IMAGE_SIZE - MARGIN - bottom)
     ImageDraw.Draw(image).text((round(x), round(y)), character, fill=255, font=font, anchor="ls")
     return np.asarray(image)
@@ -136,11 +136,11 @@ def _render_all(progress: bool) -> GlyphTable:
     total = sum(len(code_points) for _, _, code_points in work)
     with tqdm(total=total, desc="Rendering", unit="glyph", disable=not progress) as bar:
         for font_id, path, code_points in work:
-            # BASIC, as Pillow has its other engine, Raqm, on some machines only.
+            # BASIC, because Pillow's other engine, Raqm, is not available everywhere.
             font = ImageFont.truetype(path, EM_PIXELS, layout_engine=ImageFont.Layout.BASIC)
             for point in code_points:
                 image = _render(font, chr(point))
-                if image.any():  # a blank, such as the braille pattern without dots, shows no name
+                if image.any():  # skip blank images such as the braille pattern without dots
                     images.append(image)
                     points.append(point)
                     font_ids.append(font_id)
@@ -154,9 +154,9 @@ def _render_all(progress: bool) -> GlyphTable:
 
 
 def load_glyphs(cache_dir: Path, *, progress: bool = True) -> GlyphTable:
-    """Render every glyph once and keep the result as uint8 in a compressed file."""
-    # In the name of the file stands what the pixels depend on, so another version of matplotlib
-    # (the fonts), Pillow (the rasteriser) or Unicode (the names) renders anew.
+    """Render every glyph once; cache the result as uint8 in a compressed file."""
+    # The file name contains what pixels depend on: another version of matplotlib (fonts),
+    # Pillow (rasteriser) or Unicode (names) renders again.
     versions = f"mpl{matplotlib.__version__}_pil{PIL.__version__}_ucd{unicodedata.unidata_version}"
     drawing = f"{IMAGE_SIZE}px_em{EM_PIXELS}_base{BASELINE}_len{NAME_LENGTH}"
     path = cache_dir / f"glyphs_{drawing}_{versions}.npz"
@@ -165,7 +165,7 @@ def load_glyphs(cache_dir: Path, *, progress: bool = True) -> GlyphTable:
             return GlyphTable(**{field.name: arrays[field.name] for field in fields(GlyphTable)})
     table = _render_all(progress)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    # Written beside and then renamed, so that an interrupted run leaves no half file.
+    # Written to a temporary file and renamed, so that an interrupted run leaves no partial file.
     partial = path.with_suffix(f".{os.getpid()}.partial.npz")
     np.savez_compressed(partial, **{f.name: getattr(table, f.name) for f in fields(table)})
     partial.replace(path)

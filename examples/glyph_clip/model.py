@@ -17,13 +17,13 @@ from examples.glyph_clip.data import Batch
 from examples.glyph_clip.towers import GlyphTower, NameTower
 from lightning_mp import ContrastiveLoss, ContrastiveRecall
 
-MAX_LOGIT_SCALE = 100.0  # CLIP's limit: beyond it single pairs dominate the loss
+MAX_LOGIT_SCALE = 100.0  # CLIP's limit; above it, single pairs dominate the loss
 WARMUP_SHARE = 0.1
-SCALE_LR = 10.0  # learning rate of logit scale and bias over that of the rest
+SCALE_LR = 10.0  # ratio of the learning rate of logit scale and bias to that of other parameters
 
 
 class GlyphCLIP(LightningModule):
-    """Matches glyphs and names by contrast. Nothing in it knows about the gradient cache.
+    """Contrastive model of glyphs and names, without code for the gradient cache.
 
     Args:
         width: Channels of the glyph tower's last stage.
@@ -52,20 +52,20 @@ class GlyphCLIP(LightningModule):
         logit_bias: float | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["loss"])  # it has no state
+        self.save_hyperparameters(ignore=["loss"])  # the loss has no state
         self.lr = lr
         self.weight_decay = weight_decay
         self.visual = GlyphTower(width=width, feature_width=feature_width, jitter_strength=jitter)
         self.text = NameTower(feature_width=feature_width)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
         bias = None if logit_bias is None else nn.Parameter(torch.tensor(logit_bias))
-        # Also as `None`, so that the attribute is there.
+        # Also registered as `None`, so that the attribute exists.
         self.register_parameter("logit_bias", bias)
         self.loss = ContrastiveLoss() if loss is None else loss
         self.recall = ContrastiveRecall(top_k=(1, 5, 10))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Encode glyphs and names into unit vectors, ``(b, D)`` each."""
+        """Encode glyphs and names as normalised features, ``(b, D)`` each."""
         image_bD = F.normalize(self.visual(batch["image"]), dim=-1)
         text_bD = F.normalize(self.text(batch["text"]), dim=-1)
         return image_bD, text_bD
@@ -75,7 +75,7 @@ class GlyphCLIP(LightningModule):
         loss, statistics = self.loss(
             image_bD, text_bD, self.logit_scale.exp(), self.logit_bias, statistics=True
         )
-        # With its size, which Lightning would otherwise look for in the batch.
+        # With the batch size, which Lightning would otherwise infer from the batch.
         self.log_dict(statistics._asdict(), batch_size=len(image_bD))
         self.log("loss", loss, prog_bar=True, batch_size=len(image_bD))
         self.log("logit_scale", self.logit_scale.exp(), batch_size=len(image_bD))
@@ -83,18 +83,18 @@ class GlyphCLIP(LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
-            # After the step: a clamp in the forward has no gradient beyond its limit.
+            # After the step, because a clamp in the forward has no gradient beyond its limit.
             self.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         image_bD, text_bD = self(batch)
-        # With their names, as glyphs of one name are right answers to one another.
+        # With name ids, because all glyphs of one name match it.
         self.recall.update(image_bD, text_bD, batch["name_id"], batch["name_id"])
 
     def on_validation_epoch_end(self) -> None:
         values: Any = self.recall.compute()
         shown = {name: value for name, value in values.items() if not name.endswith("_queries")}
-        # Already over all ranks, and a mean of equals changes nothing: it only says so.
+        # Already computed over all ranks: the mean over ranks changes nothing and avoids a warning.
         self.log_dict(shown, sync_dist=True)
         self.recall.reset()
 
@@ -110,13 +110,13 @@ class GlyphCLIP(LightningModule):
             [
                 {"params": matrices, "weight_decay": self.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
-                # Adam moves a number by about `lr` a step: too little for one with so far to go.
+                # Adam changes a value by about `lr` per step, too little for the logit scale.
                 {"params": of_logits, "weight_decay": 0.0, "lr": SCALE_LR * self.lr},
             ],
             lr=self.lr,
-            # 0.999 remembers 1,000 steps, several times the whole run.
+            # 0.999 averages over 1,000 steps, several times the length of the run.
             betas=(0.9, 0.98),
-            fused=True,  # one pass over the hashed tables in place of ten
+            fused=True,  # one pass over the hashed tables instead of ten
         )
         steps = int(self.trainer.estimated_stepping_batches)
 

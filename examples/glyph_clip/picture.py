@@ -1,4 +1,4 @@
-"""Draws what the model retrieves.
+"""Draws retrieved glyphs and names.
 
 Legend: ``N`` pairs, ``Q`` queries.
 """
@@ -10,7 +10,7 @@ from textwrap import wrap
 
 import matplotlib
 
-matplotlib.use("Agg")  # files only: no display is needed, and none is looked for
+matplotlib.use("Agg")  # writes files only and needs no display
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -29,7 +29,7 @@ RIGHT, WRONG, INK, MUTED = "#1a7f37", "#c9ced6", "#1f2328", "#6e7781"
 
 
 def _tile(axes: Axes, image: npt.NDArray[np.uint8], x: float, y: float, color: str) -> None:
-    """Show one glyph in a frame, its corner at (x, y) in units of a row's height."""
+    """Draw a framed glyph with its corner at (x, y), in units of a row's height."""
     size, width = 0.86, 2.6 if color == RIGHT else 1.0
     shown = {"cmap": "gray", "vmin": 0, "vmax": 255, "interpolation": "lanczos"}
     axes.imshow(255 - image, extent=(x, x + size, y + size, y), **shown)
@@ -38,7 +38,7 @@ def _tile(axes: Axes, image: npt.NDArray[np.uint8], x: float, y: float, color: s
 
 def _panel(axes: Axes, title: str, columns: float) -> None:
     axes.set_xlim(0, columns)
-    # Downwards, as rows are read.
+    # The y axis points down.
     axes.set_ylim(QUERIES, -0.1)
     axes.set_aspect("equal")
     axes.axis("off")
@@ -46,7 +46,7 @@ def _panel(axes: Axes, title: str, columns: float) -> None:
 
 
 def _best(scores_N: Tensor, answer: int, top: int) -> tuple[list[int], str]:
-    """Return the first rows found, and the rank of the right one if it is not among them."""
+    """Return the first retrieved rows, and the rank of the positive if it is not among them."""
     found: list[int] = scores_N.topk(top).indices.tolist()
     rank = 1 + int((scores_N > scores_N[answer]).sum())
     return found, "" if answer in found else f"right: rank {rank}"
@@ -77,7 +77,7 @@ def _glyphs_to_names(axes: Axes, table: GlyphTable, queries: list[int], scores_N
 
 
 def draw_retrieval(path: Path, table: GlyphTable, image_ND: Tensor, text_ND: Tensor) -> None:
-    """Write a picture: names with their top five glyphs, glyphs with their top names.
+    """Save a picture: names with their top five glyphs, glyphs with their top names.
 
     The queries are drawn at random, so it shows failures as often as they occur.
     """
@@ -94,5 +94,5 @@ def draw_retrieval(path: Path, table: GlyphTable, image_ND: Tensor, text_ND: Ten
     figure.text(0.13, 0.075, said, ha="left", fontsize=10, color=MUTED)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, facecolor="white", bbox_inches="tight")
-    # pyplot keeps every figure until it is closed.
+    # pyplot keeps figures until they are closed.
     plt.close(figure)

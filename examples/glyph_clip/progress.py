@@ -1,4 +1,4 @@
-"""Lines in place of a progress bar, where nobody would see it move: in a log, in CI."""
+"""Prints lines instead of a progress bar if the output is a log file."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, Trainer
 
 
 class LineProgress(Callback):
-    """Prints step, loss and seconds now and then, if standard output is no terminal.
+    """Prints step, loss and seconds regularly if standard output is not a terminal.
 
     Args:
         every_n_seconds: Seconds between two lines.
@@ -24,7 +24,7 @@ class LineProgress(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         now, step = time.monotonic(), trainer.global_step
         is_last = step == trainer.estimated_stepping_batches
-        # A terminal has Lightning's own bar.
+        # On a terminal, Lightning shows its own bar.
         if sys.stdout.isatty() or (now - self._last < self.every_n_seconds and not is_last):
             return
         self._last = now

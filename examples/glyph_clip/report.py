@@ -1,4 +1,4 @@
-"""What the demo prints: recall beside chance, and memory beside the dense way.
+"""The output of the demo: recall compared with chance, memory compared with a dense loss.
 
 Legend: ``N`` pairs, ``D`` feature width, ``b`` global batch.
 """
@@ -25,13 +25,13 @@ from lightning_mp.plan.tower_bytes import measure_towers
 
 DIRECTIONS = {"image_to_text": "glyph to name", "text_to_image": "name to glyph"}
 TOP_K = (1, 5, 10)
-MICRO_BATCH = 256  # of the config
+MICRO_BATCH = 256  # as in the config
 
 
 @torch.no_grad()
 def encode(model: GlyphCLIP, table: GlyphTable) -> tuple[Tensor, Tensor]:
-    """Encode every row of a table into unit vectors, ``(N, D)`` each."""
-    # Without the jitter, which is for training.
+    """Encode every row of a table as normalised features, ``(N, D)`` each."""
+    # Without the jitter of training.
     model.eval()
     features = [model(b) for b in BatchLoader(table, RowSampler(len(table), batch_size=512))]
     image_ND, text_ND = (torch.cat(side) for side in zip(*features, strict=True))
@@ -39,11 +39,11 @@ def encode(model: GlyphCLIP, table: GlyphTable) -> tuple[Tensor, Tensor]:
 
 
 def drawing_ceilings(table: GlyphTable) -> dict[str, float]:
-    """Best possible recall@k, given that some glyphs are drawn exactly alike.
+    """Return the highest possible recall@k, given that some glyphs have identical images.
 
-    Latin A, Greek Alpha and Cyrillic A are one drawing in most fonts. Of ``g`` such images k can
-    have their own name among the first k; of their names none finds its image for sure before
-    rank g, as ties count against the model.
+    Latin A, Greek Alpha and Cyrillic A have the same image in most fonts. Of ``g`` such images, k
+    can have their own name among the first k; none of their names retrieves its image with
+    certainty before rank g, because ties count against the model.
     """
     keys = [image.tobytes() for image in table.images]
     alike = Counter(keys)
@@ -56,19 +56,19 @@ def drawing_ceilings(table: GlyphTable) -> dict[str, float]:
 
 
 def novelty_line(train: GlyphTable, test: GlyphTable) -> str:
-    """Say how much of the test set is known from training."""
+    """Describe how much of the test set also occurs in the training set."""
     new_names = len(set(test.name_ids.tolist()) - set(train.name_ids.tolist()))
     drawings = {image.tobytes() for image in train.images}
     copies = sum(image.tobytes() in drawings for image in test.images)
     return (
         f"Trained on {len(train):,} glyphs of {len(set(train.name_ids.tolist())):,} names. "
-        f"Tested on {len(test):,} of a family not trained on: {new_names} names are new, "
-        f"{copies} drawings are pixel for pixel in the training set."
+        f"Tested on {len(test):,} of another font family: {new_names} names are new, "
+        f"{copies} images are identical to a training image."
     )
 
 
 def recall_lines(scores: Mapping[str, float], table: GlyphTable) -> list[str]:
-    """Set recall beside chance and beside what the drawings allow."""
+    """Return a table of recall, chance, and the highest possible recall."""
     ceilings = drawing_ceilings(table)
     lines = [f"{'':16}{_HEADER}"]
     for key, label in DIRECTIONS.items():
@@ -77,12 +77,12 @@ def recall_lines(scores: Mapping[str, float], table: GlyphTable) -> list[str]:
     lines.append(f"{'chance':16}{chance}{(len(table) + 1) / 2:>13.0f}")
     for key, label in DIRECTIONS.items():
         values = _recalls(ceilings, key)
-        lines.append(f"{'  ceiling':16}{values}   {label}: some drawings are alike")
+        lines.append(f"{'  ceiling':16}{values}   {label}: some images are identical")
     return lines
 
 
 def recall_table(scores: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Set the recall of several models side by side, a line for each and each direction."""
+    """Return a table of the recall of several models, one line per direction and model."""
     width = max(map(len, scores)) + 2
     lines = [f"{'':{width + 16}}{_HEADER}"]
     for key, label in DIRECTIONS.items():
@@ -102,7 +102,7 @@ def _recalls(scores: Mapping[str, float], direction: str) -> str:
 def memory_lines(
     model: GlyphCLIP, table: GlyphTable, batch_sizes: tuple[int, ...], peak_bytes: int
 ) -> list[str]:
-    """Set the memory of a step beside that of the dense loss and of towers without the cache."""
+    """Compare the memory of a step with a dense loss and with towers without the cache."""
     images, texts = torch.from_numpy(table.images), torch.from_numpy(table.codes)
     towers = measure_towers(
         model.train(),
@@ -113,17 +113,16 @@ def memory_lines(
     saved = [tower.saved_per_pair for tower in towers.values()]  # bytes, for the backward
     fp32, workspace = 4, DEFAULT_WORKSPACE_BYTES["cpu"]
     bytes_of = {
-        # One tower at a time is replayed, a micro-batch of it.
+        # One tower at a time replays one micro-batch.
         "towers, gradient cache": lambda b: max(saved) * min(b, MICRO_BATCH),
         "towers, whole batch at once": lambda b: sum(saved) * b,
-        # The features of both towers and their gradients, and as much again inside the tiled loss.
+        # The features of both towers and their gradients, and the same again inside the tiled loss.
         "loss and features, tiled": lambda b: 8 * fp32 * b * towers["visual"].width + workspace,
-        # CLIP's has the logits of both directions, and the log-softmax of each, when its backward
-        # starts.
+        # At the start of its backward, CLIP holds logits and log-softmax for both directions.
         "loss, dense b x b logits": lambda b: 4 * fp32 * b**2,
     }
-    lines = [f"Peak memory of the training process, all included: {_size(peak_bytes)}"]
-    lines.append("Of it for one step, beside weights and data (computed):")
+    lines = [f"Peak memory of the training process in total: {_size(peak_bytes)}"]
+    lines.append("Of which one step, without weights and data (computed):")
     lines.append(f"{'':34}" + "".join(f"{f'batch {size:,}':>16}" for size in batch_sizes))
     for label, of in bytes_of.items():
         lines.append(f"  {label:32}" + "".join(f"{_size(of(b)):>16}" for b in batch_sizes))
@@ -135,7 +134,7 @@ def _size(bytes_: float) -> str:
 
 
 def instability_line(page: Path) -> str:
-    """Say where the monitors' report of the training is, and how many alarms are in it."""
+    """Return the path of the instability report and its number of alarms."""
     counts = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))["counts"]
     alarms = counts["error"] + counts["warning"]
-    return f"Report of the monitors, {alarms or 'no'} alarm{'s' * (alarms != 1)}: {page}"
+    return f"Instability report, {alarms or 'no'} alarm{'s' * (alarms != 1)}: {page}"

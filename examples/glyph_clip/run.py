@@ -1,7 +1,7 @@
-"""The demo from end to end: train, test, report, picture. Run by `make demo`.
+"""The complete demo: train, test, report, picture. `make demo` runs it.
 
-Training and test are the commands that a user would type; each is a process of its own. `--fast`
-shows the same in a third of the time, with a model that has learnt less.
+Training and test are separate processes that run the same commands as a user. `--fast` takes a
+third of the time and trains the model less.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # as a script only this folder is importable
+sys.path.insert(0, str(ROOT))  # a script can import only from its own folder
 
 from examples.glyph_clip.data import GlyphData
 from examples.glyph_clip.model import GlyphCLIP
@@ -34,17 +34,17 @@ CONFIG = Path("examples/glyph_clip/config.yaml")
 OUTPUT = ROOT / "examples" / "glyph_clip" / "output"
 CHECKPOINT = OUTPUT / "checkpoints" / "glyph_clip.ckpt"
 PICTURE = OUTPUT / "retrieval.png"
-INSTABILITY = OUTPUT / "instability.html"  # written by the InstabilityReport of the config
+INSTABILITY = OUTPUT / "instability.html"  # written by the InstabilityReport in the config
 FAST_BATCH = 1024
 FAST = ("--trainer.max_epochs", "4", "--data.batch_size", str(FAST_BATCH))
-LARGE_BATCH = 65536  # where b x b logits stop fitting anywhere
+LARGE_BATCH = 65536  # b x b logits do not fit in memory
 
 
 def lightning_mp(*arguments: str) -> None:
-    """Run the console script `lightning-mp` in the root; if it fails, exit as it does."""
+    """Run `lightning-mp` in the repository's root; exit with its status if it fails."""
     script = Path(sysconfig.get_path("scripts")) / "lightning-mp"
     print(f"\n$ lightning-mp {' '.join(arguments)}", flush=True)
-    # Lightning 2.6 calls a torch function that torch 2.13 renames; nobody here can act on that.
+    # Lightning 2.6 calls a function that torch 2.13 deprecates.
     quiet = {"PYTHONWARNINGS": "ignore::FutureWarning:lightning.pytorch.utilities._pytree"}
     status = subprocess.run([script, *arguments], cwd=ROOT, env={**os.environ, **quiet}).returncode
     if status:
@@ -53,22 +53,22 @@ def lightning_mp(*arguments: str) -> None:
 
 
 def trained(*arguments: str) -> GlyphCLIP:
-    """Train by the command line, and return the model."""
-    # Beside an old checkpoint Lightning writes `-v1`, and the old one would be tested.
+    """Train with the command line; return the model."""
+    # If an old checkpoint existed, Lightning would write `-v1` and the old one would be tested.
     shutil.rmtree(OUTPUT, ignore_errors=True)
     lightning_mp("fit", "--config", str(CONFIG), *arguments)
     return GlyphCLIP.load_from_checkpoint(CHECKPOINT, map_location="cpu")
 
 
 def main() -> None:
-    """Run every step; the exit status is that of the first that fails."""
+    """Run all steps; exit with the status of the first failing step."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fast", action="store_true", help="train for two minutes, not for six")
+    parser.add_argument("--fast", action="store_true", help="train for two minutes instead of six")
     is_fast = parser.parse_args().fast
     start = time.monotonic()
     model = trained(*(FAST if is_fast else ()))
     after_training = time.monotonic()
-    # Before the test, which is a child process as well.
+    # Before the test, which is another child process.
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     checkpoint = str(CHECKPOINT.relative_to(ROOT))
     lightning_mp("test", "--config", str(CONFIG), "--ckpt_path", checkpoint)
@@ -81,7 +81,7 @@ def main() -> None:
     scores = {name: float(value) for name, value in model.recall.compute().items()}
     draw_retrieval(PICTURE, test, image_ND, text_ND)
     lines = ["", novelty_line(train, test), "", *recall_lines(scores, test), ""]
-    # Linux counts it in KiB, macOS in bytes.
+    # KiB on Linux, bytes on macOS.
     peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     lines += [*memory_lines(model, train, (data.batch_size, LARGE_BATCH), peak_bytes), ""]
     lines.append(f"Picture: {PICTURE}")

@@ -1,4 +1,4 @@
-"""Samplers that serve whole batches of row indices, on one rank or several.
+"""Samplers that return whole batches of row indices, on one or several ranks.
 
 Legend: ``N`` rows, ``B`` rows of a global batch, ``W`` ranks, ``K`` batches an epoch.
 """
@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler
 
 
 class TwinFreeSampler(DistributedSampler[Tensor]):
-    """Deals rows into batches so that no name comes twice in a *global* batch.
+    """Forms batches such that no name occurs twice in a *global* batch.
 
     Two rows of one name in a batch ("A" in bold and "A" in italics) are false negatives: the loss
     pushes the first image from the second's text, which is its own. A plain shuffle of the glyphs
@@ -35,8 +35,8 @@ class TwinFreeSampler(DistributedSampler[Tensor]):
         seed: With the epoch it fixes the order, the same on every rank.
     """
 
-    # A `DistributedSampler`, which Lightning leaves alone: it would deal the batches of another
-    # sampler to the ranks, and a global batch, now of W batches, would hold twins.
+    # A `DistributedSampler`, which Lightning does not replace. It would distribute the batches of
+    # another sampler over ranks, and a global batch of W batches would contain duplicates.
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class TwinFreeSampler(DistributedSampler[Tensor]):
         rank: int = 0,
         seed: int = 0,
     ) -> None:
-        # Ranks are given, as torch would ask a process group for them, which one process has not.
+        # Explicit ranks, because torch would require a process group to find them.
         super().__init__(name_ids, num_replicas, rank, seed=seed)  # type: ignore[arg-type]
         if not num_replicas <= batch_size <= len(name_ids):
             raise ValueError(
@@ -70,7 +70,7 @@ class TwinFreeSampler(DistributedSampler[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         random = np.random.default_rng((self.seed, self.epoch))
         place = random.permutation(self._names)[self._name_of_row]
-        # Sorted by the name's place; the random second key mixes the rows of a name.
+        # Sorted by the position of the name; the random second key shuffles the rows of a name.
         line = np.lexsort((random.random(len(place)), place))
         for batch in random.permutation(self._batches):
             rows = line[batch :: self._batches][self.rank :: self.num_replicas]
@@ -78,7 +78,7 @@ class TwinFreeSampler(DistributedSampler[Tensor]):
 
 
 class RowSampler(DistributedSampler[Tensor]):
-    """Serves each row once over all ranks, in order, for validation and test.
+    """Returns each row once over all ranks, in order, for validation and test.
 
     `DistributedSampler` itself repeats rows until every rank has as many, and repeated rows would
     count twice in a recall.

@@ -1,4 +1,4 @@
-"""The two encoders of the demo: a small convolution network and a reader of names.
+"""The two encoders of the demo: a small convolutional network and a bag of words.
 
 Legend: ``b`` rows, ``H`` and ``W`` pixels, ``L`` characters of a padded name, ``S`` words of a
 name, ``D`` feature width.
@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Empty ground becomes -0.5 and full ink 2: about zero mean and unit variance near a glyph.
+# Background becomes -0.5 and ink 2: about zero mean and unit variance near a glyph.
 PIXEL_MEAN, PIXEL_GAIN = 0.2, 2.5
 MAX_WORDS = 16
 MAX_WORD_LENGTH = 24
 
 
 def jitter(image_b1HW: Tensor, strength: float) -> Tensor:
-    """Vary glyphs as fonts do: size, width, slant, place and stroke weight.
+    """Vary glyphs as fonts do: size, width, slant, position and stroke weight.
 
     A new family draws each character a little different; eight styles of two families do not
     show that, so a tower without it learns those drawings by heart. With strength 1, width and
@@ -32,7 +32,7 @@ def jitter(image_b1HW: Tensor, strength: float) -> Tensor:
     map_b23 = torch.stack([map_b3, below_b3], 1)
     grid = F.affine_grid(map_b23, list(image_b1HW.shape), align_corners=False)
     image_b1HW = F.grid_sample(image_b1HW, grid, align_corners=False)
-    # Bolder towards the maximum of the neighbours, lighter towards their minimum.
+    # The maximum of neighbours makes strokes bolder, the minimum lighter.
     bold = _neighbour_max(image_b1HW) - image_b1HW
     light = _neighbour_max(-image_b1HW) + image_b1HW
     amount = (torch.rand(b, 1, 1, 1, device=image_b1HW.device) - 0.5) * min(strength, 1.0)
@@ -40,14 +40,14 @@ def jitter(image_b1HW: Tensor, strength: float) -> Tensor:
 
 
 def _neighbour_max(image_b1HW: Tensor) -> Tensor:
-    """Take the maximum over 3 x 3 pixels; on a CPU ten times as fast as `max_pool2d`."""
+    """Return the maximum over 3 x 3 pixels, on a CPU ten times as fast as `max_pool2d`."""
     padded = F.pad(image_b1HW, (1, 1, 1, 1))
     rows = torch.maximum(padded[..., :-2, :], padded[..., 2:, :]).maximum(padded[..., 1:-1, :])
     return torch.maximum(rows[..., :-2], rows[..., 2:]).maximum(rows[..., 1:-1])
 
 
 class GlyphTower(nn.Module):
-    """Encodes glyph images, uint8 as they lie in the cache.
+    """Encodes uint8 glyph images.
 
     The last stage has `width` channels, the earlier ones a quarter and a half of them.
 
@@ -67,19 +67,19 @@ class GlyphTower(nn.Module):
             nn.Conv2d(width, width, 3, padding=1),
         ]
         for convolution in convolutions:
-            # There is no normalisation (BatchNorm would see micro-batches), so the weights
-            # themselves must hand on the variance; torch's own start loses it layer by layer.
+            # There is no normalisation (BatchNorm would see micro-batches), so the initial weights
+            # must preserve the variance; torch's default initialisation reduces it in each layer.
             nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
             nn.init.zeros_(convolution.bias)  # type: ignore[arg-type]
-            # A CPU convolves these faster with the channels innermost, forward and backward.
+            # On a CPU, channels-last is faster in forward and backward.
             convolution.weight.data = convolution.weight.data.to(memory_format=torch.channels_last)
         stages = [stage for conv in convolutions for stage in (conv, nn.ReLU(inplace=True))]
-        # Flattened, not averaged: an accent above and one below have the same average.
+        # Flattened rather than averaged: accents above and below have the same average.
         head = [nn.Linear(width * 16, 4 * width), nn.ReLU(), nn.Linear(4 * width, feature_width)]
         self.net = nn.Sequential(*stages, nn.Flatten(), *head)
 
     def forward(self, image_bHW: Tensor) -> Tensor:
-        image_b1HW = image_bHW[:, None] / 255  # in the default dtype, which precisions set
+        image_b1HW = image_bHW[:, None] / 255  # in the default dtype, which precision plugins set
         if self.training and self.jitter_strength > 0:
             image_b1HW = jitter(image_b1HW, self.jitter_strength)
         features: Tensor = self.net((image_b1HW - PIXEL_MEAN) * PIXEL_GAIN)
@@ -87,7 +87,7 @@ class GlyphTower(nn.Module):
 
 
 def hash_words(text_bL: Tensor, table: Tensor) -> Tensor:
-    """Read characters into one integer a word, the same on every machine and in every process.
+    """Hash each word to an integer, the same on every machine and in every process.
 
     Each character at each place of a word has a random integer, and a word is their sum, so that
     "ACUTE" is one number wherever it stands, and an anagram another.
@@ -96,8 +96,8 @@ def hash_words(text_bL: Tensor, table: Tensor) -> Tensor:
         text ``(b, L)``, table ``(characters, MAX_WORD_LENGTH)``; returns ``(b, S)`` int64, 0 where
         there is no word.
     """
-    code_bL = text_bL.long()  # 0 is the padding
-    gap_bL = (code_bL == 1) | (code_bL == 2)  # a blank, a hyphen
+    code_bL = text_bL.long()  # 0 is padding
+    gap_bL = (code_bL == 1) | (code_bL == 2)  # a space, a hyphen
     place_bL = torch.arange(code_bL.shape[1], device=code_bL.device).expand_as(code_bL)
     start_bL = torch.where(gap_bL, place_bL + 1, 0).cummax(dim=1).values
     inside_bL = (place_bL - start_bL).clamp(0, MAX_WORD_LENGTH - 1)
@@ -107,7 +107,7 @@ def hash_words(text_bL: Tensor, table: Tensor) -> Tensor:
 
 
 class NameTower(nn.Module):
-    """Encodes names, from their characters as they lie in the cache.
+    """Encodes names from their character codes.
 
     Characters become words, and words and pairs of neighbours become rows of two hashed tables;
     their sum knows a name's words and most of their order ("SMALL LETTER A WITH ACUTE" is no
@@ -121,16 +121,16 @@ class NameTower(nn.Module):
 
     def __init__(self, *, feature_width: int = 256) -> None:
         super().__init__()
-        # From a generator of its own: the reading of words must not depend on the run's seed.
+        # A separate generator, so that hashing does not depend on the seed of the run.
         random = torch.Generator().manual_seed(0)
         integers = torch.randint(1, 2**31, (39, MAX_WORD_LENGTH), generator=random)
-        # A buffer, so that a checkpoint reads words as the training did.
+        # A buffer, so that a loaded checkpoint hashes words as in training.
         self.register_buffer("characters", integers)
-        # The data has about 2,100 different words: few share a row.
+        # The data have about 2,100 different words, so few share a row.
         self.words = nn.EmbeddingBag(8192, feature_width, mode="sum", padding_idx=0)
         self.pairs = nn.EmbeddingBag(16384, feature_width, mode="sum", padding_idx=0)
         with torch.no_grad():
-            self.pairs.weight.mul_(0.5)  # words, which other names share, lead at the start
+            self.pairs.weight.mul_(0.5)  # single words, which names share, dominate at the start
         self.project = nn.Linear(feature_width, feature_width)
         self.mix = nn.Sequential(
             nn.LayerNorm(feature_width),
@@ -142,7 +142,7 @@ class NameTower(nn.Module):
     def forward(self, text_bL: Tensor) -> Tensor:
         word_bS = hash_words(text_bL, self.characters)
         before_bS = F.pad(word_bS[:, :-1], (1, 0))
-        # An odd factor, so that a pair in the other order is another number.
+        # An odd factor, so that the order of a pair matters.
         pair_bS = torch.where(word_bS > 0, word_bS + 31 * before_bS, 0)
         sum_bD = self.words(_bucket(word_bS, self.words)) + self.pairs(_bucket(pair_bS, self.pairs))
         features: Tensor = self.project(sum_bD) + self.mix(sum_bD)
@@ -150,5 +150,5 @@ class NameTower(nn.Module):
 
 
 def _bucket(number_bS: Tensor, table: nn.EmbeddingBag) -> Tensor:
-    """Fold numbers into a table's rows; its row 0 is left to places without a word."""
+    """Map hashes to rows of a table; row 0 is for positions without a word."""
     return torch.where(number_bS > 0, 1 + number_bS % (table.num_embeddings - 1), 0)

@@ -1,4 +1,4 @@
-"""A CLIP made from a configuration of transformers or open_clip, with the recipe of Inf-CL.
+"""A CLIP from a configuration of transformers or open_clip, with the recipe of Inf-CL.
 
 References:
     - Inf-CL, https://arxiv.org/abs/2410.17243, appendix A
@@ -21,7 +21,7 @@ from lightning_mp import ContrastiveLoss
 
 
 class RecipeCLIP(pl.LightningModule):
-    """Two encoders and their loss; name `encode_image` and `encode_text` as towers.
+    """Two encoders and a contrastive loss; pass `encode_image` and `encode_text` as towers.
 
     Args:
         library: Where the model comes from.
@@ -50,7 +50,7 @@ class RecipeCLIP(pl.LightningModule):
         warmup_epochs: float = 0.5,
     ) -> None:
         super().__init__()
-        # By its name, so that only the library in use has to be installed.
+        # Imported by name, so that only the library in use must be installed.
         package = importlib.import_module(library)
         self.is_open_clip = library == "open_clip"
         if self.is_open_clip:
@@ -69,13 +69,13 @@ class RecipeCLIP(pl.LightningModule):
         return self.model.visual if self.is_open_clip else self.model.vision_model
 
     def on_train_epoch_start(self) -> None:
-        """Keep a locked encoder as it is at test time."""
+        """Keep a locked encoder in evaluation mode."""
         if self.lock_image:
             self._image_encoder.eval()
 
     def encode_image(self, images: Tensor) -> Tensor:
-        """Return features of length one, of images as bytes."""
-        # Here, so that a batch is kept and sent as bytes, a quarter of fp32.
+        """Return normalised features of uint8 images."""
+        # Converted here, so that batches are stored and copied as uint8, a quarter of fp32.
         images = images.to(self.dtype) / 127.5 - 1
         if self.is_open_clip:
             return F.normalize(self.model.encode_image(images), dim=-1)
@@ -83,7 +83,7 @@ class RecipeCLIP(pl.LightningModule):
         return F.normalize(self.model.visual_projection(pooled), dim=-1)
 
     def encode_text(self, tokens: Tensor) -> Tensor:
-        """Return features of length one."""
+        """Return normalised features."""
         if self.is_open_clip:
             return F.normalize(self.model.encode_text(tokens), dim=-1)
         pooled = self.model.text_model(input_ids=tokens).pooler_output
@@ -97,7 +97,7 @@ class RecipeCLIP(pl.LightningModule):
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Keep the scale within CLIP's limit; in the forward a clamp would have no gradient."""
+        """Clamp the logit scale to CLIP's limit; a clamp in the forward would have no gradient."""
         with torch.no_grad():
             self.model.logit_scale.clamp_(max=math.log(100))
 
@@ -106,7 +106,7 @@ class RecipeCLIP(pl.LightningModule):
         shared: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
         if self.optimizer == "adafactor":
             adafactor = importlib.import_module("transformers.optimization").Adafactor
-            # By default it sets a learning rate of its own, and refuses one that is passed.
+            # By default Adafactor sets the learning rate itself and refuses a given one.
             fixed = {"scale_parameter": False, "relative_step": False}
             optimizer = adafactor(params, beta1=self.betas[0], **fixed, **shared)
         else:
@@ -116,13 +116,13 @@ class RecipeCLIP(pl.LightningModule):
 
         def factor(step: int) -> float:
             if step < warm:
-                # With 1 added, or the first step would have a rate of 0.
+                # Plus 1, so that the learning rate of the first step is not 0.
                 return (step + 1) / warm
             return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {
             "optimizer": optimizer,
-            # By default Lightning steps a schedule once an epoch.
+            # By default, Lightning steps a schedule once per epoch.
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }

@@ -1,4 +1,4 @@
-"""Image-text shards as webdataset has them: tar files of `NAME.jpg` (or png) and `NAME.txt`.
+"""Image-text shards of webdataset: tar files of `NAME.jpg` (or png) and `NAME.txt`.
 
 Needs `pip install webdataset pillow`. Captions are read as bytes, so no vocabulary is needed; pass
 others through a tokenizer of yours in `tokens_of`.
@@ -16,27 +16,29 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 START, END = 256, 257
-VOCABULARY = 258  # of bytes and both ends; END is the largest, which is where CLIP reads a text
+VOCABULARY = (
+    258  # bytes, START and END; END is the largest, because CLIP reads features at the maximum
+)
 
 
 def tokens_of(caption: str, length: int) -> Tensor:
-    """Return a caption as numbers: its bytes, cut to fit, between START and END, and zeros."""
+    """Return the tokens of a caption: START, truncated bytes, END, zeros as padding."""
     codes = [START, *caption.encode()[: length - 2], END]
     return torch.tensor(codes + [0] * (length - len(codes)))
 
 
 def image_of(data: bytes, edge: int) -> Tensor:
-    """Return the image of a file as bytes of shape (3, edge, edge): its middle, made smaller."""
+    """Return the resized centre crop of an image file, uint8 of shape (3, edge, edge)."""
     from PIL import Image, ImageOps
 
-    # Files may be grey, have a palette, or be transparent.
+    # Files may be greyscale, have a palette, or be transparent.
     picture = ImageOps.fit(Image.open(io.BytesIO(data)).convert("RGB"), (edge, edge))
-    # Bytes: numbers are made of them on the device.
+    # uint8: the device converts them to floating point.
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 class ImageTextShards(pl.LightningDataModule):
-    """Pairs from shards, a part of them on each rank and worker.
+    """Pairs from shards, distributed over ranks and workers.
 
     Args:
         urls: Shards, such as `shards/{00000..00099}.tar`.
@@ -64,14 +66,14 @@ class ImageTextShards(pl.LightningDataModule):
         self.image_size, self.context_length, self.shuffle = image_size, context_length, shuffle
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return batches of images as bytes and tokens; every rank has as many."""
+        """Return batches of uint8 images and tokens, the same number on every rank."""
         import webdataset as wds
 
         ranks = self.trainer.world_size if self.trainer is not None else 1
         of_rank = self.pairs // ranks // self.batch_size
-        # Rounded up: Lightning ends the epoch after `with_length` batches, alike on all ranks.
+        # Rounded up: Lightning ends the epoch after `with_length` batches on all ranks.
         of_worker = -(-of_rank // max(1, self.workers))
-        # Drawn anew without end, so that every rank has as many, whatever its shards hold.
+        # Repeated endlessly, so that every rank has the same number whatever its shards contain.
         splits = {"resampled": True, "shardshuffle": False, "nodesplitter": wds.split_by_node}
         pairs = wds.WebDataset(self.urls, **splits).shuffle(self.shuffle).map(self._pair)
         batches = pairs.batched(self.batch_size, partial=False)

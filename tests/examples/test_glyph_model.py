@@ -58,7 +58,7 @@ def test_memory_of_a_step_grows_as_its_lines_say():
     table = GlyphTable(images=images, codes=names, name_ids=ids, font_ids=ids)
     model = GlyphCLIP(width=32, feature_width=64)
     lines = memory_lines(model, table, (2048, 32_768, 65_536), peak_bytes=3 * 2**30)
-    assert lines[0].endswith("all included: 3.0 GiB")
+    assert lines[0].endswith("in total: 3.0 GiB")
     cached, whole, tiled, dense = (
         [float(n) * {"M": 1, "G": 1024}[unit] for n, unit in re.findall(r"([\d.]+) ([MG])iB", line)]
         for line in (line.replace(",", "") for line in lines[3:])

@@ -18,7 +18,7 @@ def test_instability_line_counts_alarms_without_notes(tmp_path: Path) -> None:
         ({"error": 1, "warning": 2, "info": 0}, "3 alarms"),
     ):
         page.with_suffix(".json").write_text(json.dumps({"counts": counts}))
-        assert instability_line(page) == f"Report of the monitors, {expected}: {page}"
+        assert instability_line(page) == f"Instability report, {expected}: {page}"
 
 
 def test_config_turns_on_the_monitors_and_their_report() -> None:

@@ -99,5 +99,5 @@ def test_sharded_trains_on_two_ranks(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     line = done.stdout.strip().splitlines()[-1]
-    assert line.endswith("of 2 ranks; a guess among 26 costs 3.26")
+    assert line.endswith("on 2 ranks; a uniform guess among 26 has 3.26")
     assert float(line.split()[0]) < 1.6  # half of a guess
