@@ -1,8 +1,8 @@
 """Low-precision and large-batch training plugins for PyTorch Lightning.
 
-Every public name imports from here. Each is loaded when it is first used, so that
-`import lightning_mp` takes milliseconds, and what needs no Lightning does not load it.
-`Trainer(strategy="inf_cl")` knows the strategies as soon as the package is imported.
+Every public name can be imported from here. Names are loaded on first use, so that
+`import lightning_mp` takes milliseconds and losses and optimizers do not import Lightning.
+`Trainer(strategy="inf_cl")` works as soon as the package is imported.
 """
 
 import os
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from lightning_mp._lazy import lazy_names
 from lightning_mp._registration import register_strategies
 
-if TYPE_CHECKING:  # the one list of names: `lazy_names` reads it, too
-    # By `as`, since `mypy --strict` takes no other import for a re-export.
+if TYPE_CHECKING:  # the only list of public names; `lazy_names` reads it, too
+    # `mypy --strict` treats only imports with `as` as re-exports.
     from lightning_mp import callbacks as callbacks
     from lightning_mp import cli as cli
     from lightning_mp import contrastive as contrastive
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the one list of names: `lazy_names` reads it, too
     from lightning_mp import precision as precision
     from lightning_mp import strategies as strategies
 
-    # Reading the version takes longer than importing all of this.
+    # Lazy, because reading the version takes longer than this whole import.
     from lightning_mp._version import __version__ as __version__
     from lightning_mp.callbacks import ActivationRangeMonitor as ActivationRangeMonitor
     from lightning_mp.callbacks import AdamStateMonitor as AdamStateMonitor
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # the one list of names: `lazy_names` reads it, too
     from lightning_mp.callbacks import SpikeGuard as SpikeGuard
     from lightning_mp.callbacks import TensorCollector as TensorCollector
 
-    # Not from `cli`, whose commands run without loading Lightning.
+    # Not from `cli`, whose commands do not import Lightning.
     from lightning_mp.cli.lightning_cli import LightningMPCLI as LightningMPCLI
     from lightning_mp.contrastive import ClipLoss as ClipLoss
     from lightning_mp.contrastive import ContrastiveLoss as ContrastiveLoss
@@ -70,8 +70,8 @@ if TYPE_CHECKING:  # the one list of names: `lazy_names` reads it, too
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)
 
-# A checkout without symlinks (git on Windows, an unpacked zip) has text files in their place:
-# `callbacks` and `strategies` are then found where they are, one folder up.
+# In a checkout without symlinks (git on Windows, an unpacked zip) the symlinks are text files, and
+# `callbacks` and `strategies` are found one folder up.
 if os.path.isfile(os.path.join(__path__[0], "callbacks")):
     __path__.append(os.path.dirname(__path__[0]))
 

@@ -1,4 +1,4 @@
-"""`python -m lightning_mp` is `lightning-mp`."""
+"""`python -m lightning_mp` runs the command `lightning-mp`."""
 
 from lightning_mp.cli import main
 

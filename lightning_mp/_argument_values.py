@@ -1,4 +1,4 @@
-"""What the values of arguments may be: read from annotations, with bounds beside them."""
+"""Accepted values of arguments, from annotations and bounds."""
 
 import collections.abc
 import functools
@@ -24,22 +24,22 @@ _repr.maxstring = _repr.maxother = 60  # characters; an argument may be a whole 
 
 @dataclass(frozen=True)
 class Check:
-    """What an argument must be, beside what its annotation says.
+    """Conditions on an argument beyond its annotation.
 
-    An annotation alone refuses `"False"` for a bool, `True` and 1.5 for an int, NaN and infinity
-    for a float, another word for a `Literal`, and a string for a sequence of names. Numbers of
-    numpy become Python's.
+    The annotation alone rejects `"False"` for a bool, `True` and 1.5 for an int, NaN and infinity
+    for a float, other strings for a `Literal`, and a string for a sequence of names. numpy numbers
+    are converted to Python numbers.
 
     Args:
-        bounds: Of a number, or of each in a list, as an interval: `"[1, inf)"` is finite and at
-            least 1, `"(0, inf]"` above 0 or infinite.
-        least: Elements that a list has at least.
-        also: A class whose objects are accepted, too.
-        test: Whether a value that is not `None` can be used.
-        take: Makes of such a value what is used. An error of either says what is wrong with it.
-        words: What is accepted, in place of what follows from the annotation.
-        fix: What to do instead, in place of the advice to leave the argument out.
-        is_secret: Whether messages quote no string.
+        bounds: Interval of a number, or of each number in a list: `"[1, inf)"` is finite and at
+            least 1, `"(0, inf]"` is positive or infinite.
+        least: Minimum length of a list.
+        also: A further class whose objects are accepted.
+        test: Returns whether a value other than `None` is accepted.
+        take: Converts an accepted value. Errors of `test` and `take` are quoted in the message.
+        words: Description of accepted values, instead of the one derived from the annotation.
+        fix: Advice in the message, instead of leaving the argument out.
+        is_secret: Whether messages hide strings.
     """
 
     bounds: str = "(-inf, inf)"
@@ -56,33 +56,33 @@ PATH = Check(also=os.PathLike, take=os.fspath, words="a path")
 
 
 def shown(value: Any) -> str:
-    """Return a value as messages quote it, in short and on one line."""
+    """Return a short representation of a value on one line, for messages."""
     if isinstance(value, str) and "://" in value:
         return repr(value.partition("://")[0] + "://...")  # the rest may hold a secret
-    return " ".join(_repr.repr(value).split())  # a tensor's has line breaks
+    return " ".join(_repr.repr(value).split())  # tensors have line breaks
 
 
 def refuse_values(owner: object, reason: str, **values: object) -> NoReturn:
-    """Refuse arguments of an object's constructor that do not go together."""
+    """Raise for constructor arguments that cannot be combined."""
     passed = ", ".join(f"{name}={shown(value)}" for name, value in values.items())
     raise ValueError(f"Passed `{type(owner).__name__}({passed})`. {reason}")
 
 
 class _Kind(NamedTuple):
-    """One of the kinds of values that an annotation allows."""
+    """One kind of value that an annotation accepts."""
 
-    words: tuple[str, ...]  # what it is called; a `Literal` has a word for each choice
+    words: tuple[str, ...]  # its description; one word for each choice of a `Literal`
     plural: str
-    take: Callable[[Any], Any]  # returns what is used, or `_REFUSED`
+    take: Callable[[Any], Any]  # returns the converted value, or `_REFUSED`
 
 
 class ValueTable:
-    """What each parameter of a function accepts.
+    """The accepted values of each parameter of a function.
 
     Args:
         function: The function.
-        checks: What values must be beside their annotations. A key may be several names with a
-            blank between them; a string is `Check.bounds`.
+        checks: Conditions beyond the annotations. A key may be several names separated by spaces; a
+            string is short for `Check(bounds)`.
     """
 
     def __init__(self, function: Callable[..., Any], checks: Mapping[str, Check | str]) -> None:
@@ -95,12 +95,12 @@ class ValueTable:
 
     @functools.cached_property
     def _kinds(self) -> dict[str, list[_Kind]]:
-        # Not where the class is made: annotations may name what is defined below it.
+        # Not at class creation, because annotations may name classes defined later.
         hints = typing.get_type_hints(self._function)
         return {n: list(_kinds_of(h, self.checks.get(n, Check()))) for n, h in hints.items()}
 
     def with_choice(self, value: str) -> str | None:
-        """Return the name of an argument that has a value among the choices of its `Literal`."""
+        """Return the name of an argument whose `Literal` contains the value."""
         words = (
             (name, word) for name, kinds in self._kinds.items() for k in kinds for word in k.words
         )
@@ -109,14 +109,14 @@ class ValueTable:
     def bound(
         self, owner_of: Callable[[str], str], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> inspect.BoundArguments:
-        """Return the arguments as they are used; errors call the function `owner_of` a name."""
+        """Return the converted arguments; `owner_of(name)` names the function in errors."""
         bound = self._signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             bound.arguments[name] = self.taken(owner_of, name, value)
         return bound
 
     def taken(self, owner_of: Callable[[str], str], name: str, value: Any) -> Any:
-        """Return the value of an argument as it is used, or refuse it."""
+        """Return the converted value of an argument, or raise."""
         kinds, check, reason = self._kinds.get(name), self.checks.get(name, Check()), ""
         if kinds is None:  # `self`
             return value
@@ -126,7 +126,7 @@ class ValueTable:
         try:
             if taken is not _REFUSED and check.test(taken):
                 return check.take(taken)
-        except Exception as error:  # whatever a test stumbles over
+        except Exception as error:  # tests may raise any error
             reason = str(error)
         if _first_taken(kinds, [value]) is not _REFUSED:
             reason = f"Pass `{name}=[{shown(value)}]`."
@@ -150,7 +150,7 @@ def _first_taken(kinds: Sequence[_Kind], value: Any) -> Any:
 
 
 def _accepted_words(kinds: Sequence[_Kind], check: Check) -> str:
-    # Choices first, and then what they are choices beside.
+    # Choices of literals first.
     ordered = sorted(kinds, key=lambda kind: not kind.words[0].startswith("'"))
     words = [word for kind in ordered for word in kind.words if word != "None"]
     if check.words:
@@ -184,7 +184,7 @@ def _kinds_of(annotation: Any, check: Check) -> Iterator[_Kind]:
         yield _Kind(("a function",), "functions", lambda v: v if callable(v) else _REFUSED)
     elif annotation is type(None):
         yield _Kind(("None",), "None", lambda v: v if v is None else _REFUSED)
-    elif isinstance(annotation, type) and annotation is not Any:  # which may be a class
+    elif isinstance(annotation, type) and annotation is not Any:  # classes
         yield _of_class(annotation)
     else:
         yield _Kind(("anything",), "anything", lambda v: v)
@@ -197,7 +197,7 @@ def _of_class(cls: type) -> _Kind:
 
 
 def _take_choice(choices: tuple[Any, ...], value: Any) -> Any:
-    # With its type: `==` of a tensor is no bool.
+    # Types first, because `==` of a tensor is not a bool.
     return next((c for c in choices if isinstance(value, type(c)) and value == c), _REFUSED)
 
 
@@ -209,17 +209,17 @@ def _of_numbers(kind: type, bounds: str) -> _Kind:
     most = sys.maxsize if kind is int else sys.float_info.max
 
     def take(value: Any) -> Any:
-        # `True` is an integer to Python, and would pass for 1.
+        # `True` is an `int` in Python.
         if isinstance(value, bool) or not isinstance(value, accepted):
             return _REFUSED
         if (
             isinstance(value, numbers.Integral) and abs(int(value)) > most
-        ):  # a deque counts in 64 bits
+        ):  # a deque's maxlen has 64 bits
             return _REFUSED
         is_inside = low < value < high or (takes_low and value == low)  # NaN is not
         if not (is_inside or (takes_high and value == high)):
             return _REFUSED
-        # numpy's: a checkpoint would take them for arbitrary objects.
+        # numpy numbers in a checkpoint would be arbitrary objects.
         return value if type(value) in (int, float) else kind(value)
 
     limits = [f"of at least {ends[0]}" if takes_low else f"above {ends[0]}"]

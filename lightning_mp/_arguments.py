@@ -1,4 +1,4 @@
-"""Says what is wrong with an argument: one that a constructor does not take, or a bad value."""
+"""Checks of arguments: unknown names, missing arguments and invalid values."""
 
 import contextlib
 import difflib
@@ -36,7 +36,7 @@ def typed_as(function: _Function) -> Callable[[Any], _Function]:
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
-    """Return which of `names` was probably meant by `name`, if any is like it."""
+    """Return the closest match for `name` among `names`, if there is one."""
     return next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
@@ -46,16 +46,16 @@ def explains_arguments(
     also: Collection[str] | None = None,
     hints: Mapping[str, str] | None = None,
 ) -> Callable[[_Class], _Class]:
-    """Make a constructor refuse wrong arguments in a sentence: names, and values.
+    """Decorate a class: its constructor raises errors that explain invalid names and values.
 
-    Python says of `BalancedAMP("bf16")` that `__init__` takes 1 positional argument but 2 were
-    given, and of a misspelt keyword that `**kwargs` pass on to DDP nothing before training starts.
-    The class keeps its signature, which LightningCLI reads, and subclasses may have their own.
+    Python's own error for `BalancedAMP("bf16")` is "`__init__` takes 1 positional argument but 2
+    were given", and a misspelt keyword in `**kwargs` for DDP is not found before training starts.
+    The class keeps its signature, which LightningCLI reads. Subclasses may have another signature.
 
     Args:
-        checks: As of a `ValueTable`. Those of base classes hold for arguments of the same name.
-        also: The names that `**kwargs` take; `None` where whatever they go to checks them.
-        hints: A sentence for each name that is often passed and stands for something else.
+        checks: Checks for a `ValueTable`. Checks of base classes apply to arguments of equal name.
+        also: Names that `**kwargs` accept; `None` if the receiver of `**kwargs` checks them.
+        hints: A sentence for each name that users of other libraries may pass by mistake.
     """
 
     def decorate(cls: _Class) -> _Class:
@@ -63,11 +63,11 @@ def explains_arguments(
         parameters = list(inspect.signature(init).parameters.values())[1:]
         table = _TABLES[cls] = ValueTable(init, {**_inherited(cls), **(checks or {})})
 
-        # By `__wrapped__`, which this sets, LightningCLI finds the signature.
+        # LightningCLI finds the signature through `__wrapped__`.
         @functools.wraps(init)
         def explained(self: Any, *args: Any, **kwargs: Any) -> None:
             problem = (
-                # In this order, as a misspelt argument is a missing one too.
+                # In this order, because a misspelt argument is also missing.
                 _unknown_name(table, parameters, kwargs, also, hints or {})
                 or _without_name(table, parameters, args)
                 or _missing(parameters, args, kwargs)
@@ -76,7 +76,7 @@ def explains_arguments(
                 bound = table.bound(functools.partial(_called, self, cls), (self, *args), kwargs)
                 init(*bound.args, **bound.kwargs)
                 return
-            # The users of a subclass with a constructor of its own have not passed these arguments.
+            # A subclass with its own constructor passes other arguments than its users do.
             name = type(self).__name__ if type(self).__init__ is explained else cls.__name__
             passed = [shown(value) for value in args]
             passed += [f"{key}={shown(value)}" for key, value in kwargs.items()]
@@ -89,7 +89,7 @@ def explains_arguments(
 
 
 def check_arguments(**checks: Check | str) -> Callable[[_Function], _Function]:
-    """Make a function refuse wrong values of some arguments, as a constructor would."""
+    """Decorate a function: it raises for invalid values of the given arguments."""
 
     def decorate(function: _Function) -> _Function:
         table, signature = ValueTable(function, checks), inspect.signature(function)
@@ -107,35 +107,35 @@ def check_arguments(**checks: Check | str) -> Callable[[_Function], _Function]:
 
 
 def check_values(owner: object, values: Mapping[str, Any]) -> None:
-    """Refuse values, by name, that an object's constructor would refuse."""
+    """Raise for values that the constructor of `owner` would not accept."""
     table = next(_TABLES[base] for base in type(owner).__mro__ if base in _TABLES)
     for name, value in values.items():
         table.taken(lambda _: type(owner).__name__, name, value)
 
 
 def _inherited(cls: type) -> dict[str, Check | str]:
-    """Return the checks of base classes, the nearest of which counts."""
+    """Return the checks of base classes; those of the nearest base take precedence."""
     tables = [_TABLES[base] for base in cls.__mro__ if base in _TABLES]
     return {name: check for table in reversed(tables) for name, check in table.checks.items()}
 
 
 def _called(self: object, cls: type, argument: str) -> str:
-    """Return the class that a user has passed an argument to: a subclass, if it takes that."""
+    """Return the class that the user passed an argument to: the subclass if it accepts it."""
     parameters = inspect.signature(type(self).__init__).parameters
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return (type(self) if passes_on or argument in parameters else cls).__name__
 
 
 def keeps_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Make a constructor keep its arguments, other than defaults, as `_arguments`."""
+    """Decorate a constructor: it stores its non-default arguments as `_arguments`."""
 
     @functools.wraps(init)
     def kept(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "_arguments" not in vars(self):  # else this is a base's
-            with contextlib.suppress(TypeError):  # the constructor itself says what is wrong
+        if "_arguments" not in vars(self):  # otherwise this is the constructor of a base class
+            with contextlib.suppress(TypeError):  # the constructor raises its own error
                 bound = inspect.signature(init).bind(None, *args, **kwargs)
                 known, (_, *passed) = bound.signature.parameters, bound.arguments.items()
-                # An array has no one answer to whether it is equal.
+                # `is not True`, because `==` of arrays returns an array.
                 self._arguments = {k: v for k, v in passed if (v == known[k].default) is not True}
         init(self, *args, **kwargs)
 
@@ -156,9 +156,9 @@ def _unknown_name(
             continue
         near = nearest(name, known)
         if near is None and takes_more and also is None:
-            continue  # whatever takes the rest will say what it does not know
+            continue  # the receiver of `**kwargs` checks the name
         said = f"It takes no `{name}`. "
-        # Before what is near: a hint knows what the name stands for elsewhere.
+        # Hints first, because they know the meaning of the name in other libraries.
         if name in hints:
             return said + hints[name]
         if near is not None:
@@ -189,7 +189,7 @@ def _missing(parameters: _Parameters, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _by_value(table: ValueTable, value: Any) -> str | None:
-    """Guess what a value was meant for: an argument that has it among its choices."""
+    """Suggest the argument that has the value among its choices."""
     name = table.with_choice(value) if isinstance(value, str) else None
     return name and f"Did you mean `{name}={value!r}`?"
 

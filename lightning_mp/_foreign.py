@@ -1,4 +1,4 @@
-"""One sentence for users of `pytorch_lightning`, whose classes are not those of `lightning`."""
+"""Errors for users of `pytorch_lightning`, whose classes differ from those of `lightning`."""
 
 from typing import NoReturn
 
@@ -6,7 +6,7 @@ __all__ = ["ForLightning", "check_trainer", "refuse"]
 
 
 def refuse(name: str) -> NoReturn:
-    """Refuse a class that was passed to a `pytorch_lightning.Trainer`."""
+    """Raise for a class that was passed to a `pytorch_lightning.Trainer`."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     raise MisconfigurationException(
@@ -16,18 +16,18 @@ def refuse(name: str) -> NoReturn:
 
 
 def check_trainer(trainer: object, component: object) -> None:
-    """Refuse a Trainer of `pytorch_lightning`, which `component` was passed to."""
-    # By names, since `pytorch_lightning` need not be installed.
+    """Raise if `component` was passed to a Trainer of `pytorch_lightning`."""
+    # Compare module names, because `pytorch_lightning` may not be installed.
     if any(base.__module__.startswith("pytorch_lightning.") for base in type(trainer).__mro__):
         refuse(type(component).__name__)
 
 
 class ForLightning:
-    """Says in its `repr` what it is for.
+    """Names `lightning.pytorch` in its `repr`.
 
-    A `pytorch_lightning.Trainer` refuses plugins and strategies of `lightning.pytorch` before it
-    calls any code of theirs, and names in its error their `repr` alone. That of `lightning.pytorch`
-    has it in the error for `precision=` beside `plugins=`.
+    A `pytorch_lightning.Trainer` rejects plugins and strategies of `lightning.pytorch` before it
+    calls their code, with an error that contains only their `repr`. The error of
+    `lightning.pytorch` for `precision=` together with `plugins=` contains the `repr`, too.
     """
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used (PEP 562)."""
+"""Imports the names of a package on first use (PEP 562)."""
 
 import ast
 import importlib
@@ -13,27 +13,27 @@ def lazy_names(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package that imports names on demand.
 
-    The names stand in the package once, as imports under `if TYPE_CHECKING:`, where type checkers
-    and editors read them, and this function, too. Modules are names, but not of `__all__`.
+    The names are the imports under `if TYPE_CHECKING:` in the package, which type checkers, editors
+    and this function read. Submodules are names, too, but are not in `__all__`.
 
     Args:
-        package: Its `__name__`.
+        package: The `__name__` of the package.
     """
     home_of, modules = _imports_of(package)
 
     def get(name: str) -> object:
         module = home_of.get(name, f"{package}.{name}" if name in modules else None)
-        # An AttributeError: `hasattr` and `from ... import` of a missing name rely on it.
+        # `hasattr` and `from ... import` rely on AttributeError for missing names.
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value: object = importlib.import_module(module)
         if name in home_of:
             value = getattr(value, name)
-            vars(sys.modules[package])[name] = value  # so that it is asked for only once
+            vars(sys.modules[package])[name] = value  # `__getattr__` is not called again
         return value
 
     def names() -> list[str]:
-        # What the package itself imports is no name of it.
+        # Without the modules and functions that the package itself imports.
         own = (name for name in vars(sys.modules[package]) if name.startswith("__"))
         return sorted({*own, *home_of, *(name for name in modules if name[0] != "_")})
 
@@ -41,8 +41,8 @@ def lazy_names(
 
 
 def _imports_of(package: str) -> tuple[dict[str, str], set[str]]:
-    """Return the module of each name that a package imports for type checkers, and its modules."""
-    # By the loader, as a package may be in a zip file.
+    """Return the home module of each name under `if TYPE_CHECKING:`, and all submodules."""
+    # Read through the loader, because the package may be in a zip file.
     loader = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
     source = loader.get_source(package)  # type: ignore[union-attr]
     home_of: dict[str, str] = {}
@@ -55,6 +55,6 @@ def _imports_of(package: str) -> tuple[dict[str, str], set[str]]:
                     modules |= {alias.name for alias in each.names}
                 else:
                     home_of |= {alias.name: str(each.module) for alias in each.names}
-    # The modules that they come from are names, too.
+    # The home modules of names are names, too.
     homes = {home.removeprefix(f"{package}.") for home in home_of.values()}
     return home_of, modules | {home for home in homes if "." not in home}

@@ -1,7 +1,7 @@
-"""Makes `Trainer(strategy="inf_cl")` known without importing Lightning for it.
+"""Registers the strategies with Lightning without importing Lightning.
 
-`import lightning_mp` would otherwise take as long as Lightning does, seconds of CPU time, also for
-those who want a loss or an optimizer only. Lightning has no entry point for strategies.
+Importing Lightning takes seconds, also for users of a loss or an optimizer alone, and Lightning has
+no entry point for strategies.
 """
 
 import importlib
@@ -27,23 +27,23 @@ _STRATEGIES = {
 
 
 def register_strategies() -> None:
-    """Register the strategies with Lightning, now or as soon as it is imported.
+    """Register the strategies with Lightning, now or when Lightning is imported.
 
-    `pytorch_lightning`, the same code under another name, has a registry of its own and would not
-    know them. There the names lead to an error that says so.
+    `pytorch_lightning`, the same code under another name, has a registry of its own. There the
+    names raise an error with an explanation.
     """
     for name, make in (("lightning.pytorch", _make), ("pytorch_lightning", _refuse)):
         module = sys.modules.get(f"{name}.strategies")
-        # Of a module that is just being imported, the registry may be missing yet.
+        # While the module is being imported, the registry may not exist yet.
         if hasattr(module, "StrategyRegistry"):
             _register(module, make)
         else:
-            # In front, since the standard finder would find the module first.
+            # In front of the standard finder.
             sys.meta_path.insert(0, _AfterImport(f"{name}.strategies", make))
 
 
 class _AfterImport:
-    """Lets the import of a registry take its course, and registers at its end."""
+    """Import hook that registers the strategies after Lightning's registry was imported."""
 
     def __init__(self, name: str, make: Callable[..., Any]) -> None:
         self.name = name
@@ -54,9 +54,9 @@ class _AfterImport:
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)  # or the search below would come here again
+        sys.meta_path.remove(self)  # the search below must not find this hook
         spec = importlib.util.find_spec(fullname)
-        # Where it is not installed, its import fails as it would have.
+        # If the module is not installed, its import fails as usual.
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -70,19 +70,19 @@ class _AfterImport:
 
 def _register(module: Any, make: Callable[..., Any]) -> None:
     for name, (class_name, description) in _STRATEGIES.items():
-        # By class name too, for `strategy: InfCLStrategy` in YAML; the Trainer lowers the case.
+        # Also the class name, for `strategy: InfCLStrategy` in YAML; the Trainer lowercases it.
         for alias in (name, class_name.lower()):
             module.StrategyRegistry.register(
                 alias,
                 make,
                 description=description,
-                override=True,  # the package may be imported anew, as in a notebook
+                override=True,  # a notebook may reload the package
                 class_name=class_name,
             )
 
 
 def _make(class_name: str) -> Any:
-    # Through the lazy package: a strategy is imported when a Trainer asks for it by name.
+    # Imported here, when a Trainer uses the name.
     return getattr(importlib.import_module("lightning_mp"), class_name)()
 
 

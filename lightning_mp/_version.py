@@ -1,4 +1,4 @@
-"""The version of the installed package, which the build takes from the tag."""
+"""The version of the installed package, which the build derives from the git tag."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,5 +6,5 @@ __all__ = ["__version__"]
 
 try:
     __version__ = version("lightning-mp")
-except PackageNotFoundError:  # a tree on the path that was never installed
+except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"

@@ -1,6 +1,6 @@
-"""Leaves out rows that were seen twice, as those that `DistributedSampler` repeats.
+"""Removes repeated rows, such as those that `DistributedSampler` adds.
 
-Shapes: `N` rows, `D` feature width; `n` rows of a batch.
+Shapes: `N` rows in total, `n` rows of a batch, `D` feature width.
 """
 
 import torch
@@ -8,30 +8,30 @@ from torch import Tensor
 
 __all__ = ["first_rows", "with_keys", "without_repeats"]
 
-_NO_KEY = -1  # of a row that is never left out
+_NO_KEY = -1  # key of a row that is never removed
 
 
 def with_keys(ids_n: Tensor, keys_n: Tensor | None, device: torch.device) -> Tensor:
-    """Return ids and keys side by side, in memory of their own."""
+    """Return ids and keys as an (n, 2) tensor in new memory."""
     ids_n = ids_n.to(device, torch.int64)
     keys_n = torch.full_like(ids_n, _NO_KEY) if keys_n is None else keys_n.to(device, torch.int64)
     return torch.stack([ids_n, keys_n], 1)
 
 
 def without_repeats(values_N: Tensor, ids_and_keys_N2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows and their ids, without those whose key was seen before."""
+    """Return rows and ids without the rows whose key occurred before."""
     ids_N, keys_N = ids_and_keys_N2.unbind(1)
     first = first_rows(keys_N)
-    # Indexing copies all features: not where nothing is left out, as on one rank.
+    # Indexing copies all features, so skip it if no row is repeated, as on one rank.
     return (values_N, ids_N) if len(first) == len(ids_N) else (values_N[first], ids_N[first])
 
 
 def first_rows(keys_N: Tensor) -> Tensor:
-    """Return the indices of the rows whose key no row before them has, in order."""
-    # Stable, so that of equal keys the first row seen stays the first.
+    """Return the indices of the first row with each key, in order."""
+    # A stable sort keeps the first row with a key first.
     order_N = keys_N.argsort(stable=True)
     sorted_N = keys_N[order_N]
     is_first_N = torch.ones_like(sorted_N, dtype=torch.bool)
     is_first_N[1:] = (sorted_N[1:] != sorted_N[:-1]) | (sorted_N[1:] == _NO_KEY)
-    # In the order of rows again: ids and features are indexed by it side by side.
+    # In the order of rows, because the indices select ids and features alike.
     return order_N[is_first_N].sort().values

@@ -1,8 +1,9 @@
-"""Ranks of matching rows among all rows, from a similarity matrix that exists one tile at a time.
+"""Retrieval ranks from a similarity matrix that is computed one tile at a time.
 
 Shapes: `N` images, `M` texts, `D` feature width; `n` and `m` are the rows and columns of a tile.
-What a rank is, `ContrastiveRecall` defines; this is how it is counted: one pass over the tiles
-finds each query's best match, a second counts who is not below it, for both directions at once.
+`ContrastiveRecall` defines the rank. The first pass over the tiles finds the best match of each
+query; the second pass counts the candidates that are not below it. Both passes serve both
+directions.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ __all__ = ["retrieval_ranks", "unit_rows"]
 
 
 def unit_rows(features_RD: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns rows of norm 1 and their norms; a row with inf or NaN becomes NaN throughout."""
-    # A copy also where the dtype fits: the divisions in place would write to stored features.
+    """Return rows of norm 1 and the original norms; a row with inf or NaN becomes all NaN."""
+    # Always a copy, because the in-place divisions must not change stored features.
     unit_RD = features_RD.detach().to(accumulation_dtype(features_RD.dtype), copy=True)
     # Dividing by the largest entry first keeps squares of 1e20 or 1e-30 inside fp32.
     peak_R1 = unit_RD.abs().amax(dim=1, keepdim=True)
-    # 0 / 0 would make NaN of a row of zeros, whose score is 0.
+    # A row of zeros has the score 0, not NaN from 0 / 0.
     peak_R1 = torch.where(peak_R1 == 0, 1, peak_R1)
     unit_RD /= peak_R1
     norm_R1 = torch.linalg.vector_norm(unit_RD, dim=1, keepdim=True)
-    unit_RD /= norm_R1.clamp(min=1)  # below one only for a zero row, which scores 0
+    unit_RD /= norm_R1.clamp(min=1)  # below 1 only for a row of zeros
     return unit_RD, norm_R1 * peak_R1
 
 
@@ -37,27 +38,27 @@ def _weighted(score_nm: Tensor, norm: Tensor | None) -> Tensor:
 
 
 def _best(score_nm: Tensor, match_nm: Tensor, dim: int) -> Tensor:
-    """Returns each query's best finite score among its matches, -inf where there is none."""
-    # NaN and inf must not be a best score: `max` would take either, and hide all finite ones.
+    """Return the best finite score of each query among its matches, -inf without a match."""
+    # NaN and inf must not be the best score, because they would hide all finite scores.
     lowest = -math.inf
     masked_nm = score_nm.masked_fill(~match_nm, lowest)
     return masked_nm.nan_to_num_(nan=lowest, posinf=lowest, neginf=lowest).amax(dim)
 
 
 def _count_ahead(score_nm: Tensor, best: Tensor, match_nm: Tensor, dim: int) -> Tensor:
-    """Counts the non-matching candidates that are not strictly below: NaN is never below."""
+    """Count the candidates that do not match and are not strictly below; NaN is never below."""
     return (~((score_nm < best) | match_nm)).sum(dim)
 
 
-# Its images and texts, their cosines, norms of images (n, 1) and texts (m,) or `None` if all are
-# one, and which match.
+# Slices of images and texts, cosines (n, m), norms of images (n, 1) and texts (m,) or `None` for
+# cosine similarity, matches (n, m).
 _Tile = tuple[slice, slice, Tensor, Tensor | None, Tensor | None, Tensor]
 
 
 def _edge(width: int, dtype: torch.dtype, workspace_bytes: int) -> int:
-    """Return the rows and columns of a tile with which a pass stays within the workspace."""
-    # edge^2 elements of cosine, its weighted and masked copies and four masks, and
-    # edge x D elements of unit images, unit texts and a temporary.
+    """Return the edge length of a tile whose temporaries fit into the workspace."""
+    # edge^2 elements: cosines, weighted and masked copies, and four masks. edge x D elements: unit
+    # images, unit texts and a temporary.
     per_area, per_edge = 3 * dtype.itemsize + 4, 3 * dtype.itemsize * width
     root = math.isqrt(per_edge**2 + 4 * per_area * workspace_bytes)
     return max(1, (root - per_edge) // (2 * per_area))
@@ -72,12 +73,12 @@ def retrieval_ranks(
     normalize: bool,
     workspace_bytes: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the ranks of images' texts and texts' images, for the queries that have a match."""
+    """Return text ranks of images and image ranks of texts, for queries with a match."""
     dtype, width = accumulation_dtype(image_ND.dtype), image_ND.shape[1]
     rounding, edge = sum_rounding(width, dtype), _edge(width, dtype, workspace_bytes)
 
     def tiles() -> Iterator[_Tile]:
-        # The same in the same order on both passes, or a score could differ from itself.
+        # Equal tiles in both passes, so that both compute the same bits for a score.
         for n in range(0, len(image_ND), edge):
             images = slice(n, n + edge)
             unit_nD, norm_n1 = unit_rows(image_ND[images])
@@ -92,8 +93,9 @@ def retrieval_ranks(
     best_image_M = text_MD.new_full((len(text_MD),), -math.inf, dtype=dtype)
     matched_N = torch.zeros_like(best_text_N, dtype=torch.bool)
     matched_M = torch.zeros_like(best_image_M, dtype=torch.bool)
-    # Matches enter with the least their score may be and rivals with the most, so that what
-    # rounding cannot tell apart is a tie. A query's own norm is common to all and drops out.
+    # Matches count with the lower end and other candidates with the upper end of the rounding
+    # interval of their score, so scores within rounding error are ties. The norm of the query is
+    # a common factor and is left out.
     for images, texts, cosine_nm, norm_n1, norm_m, match_nm in tiles():
         cosine_nm -= rounding
         row_best_n = _best(_weighted(cosine_nm, norm_m), match_nm, dim=1)
@@ -105,7 +107,7 @@ def retrieval_ranks(
     text_rank_N = torch.ones_like(best_text_N, dtype=torch.int64)
     image_rank_M = torch.ones_like(best_image_M, dtype=torch.int64)
     for images, texts, cosine_nm, norm_n1, norm_m, match_nm in tiles():
-        # The other side of the margin: with both, scores closer than twice the rounding tie.
+        # The upper end: scores that differ by less than twice the rounding are ties.
         cosine_nm += rounding
         text_rank_N[images] += _count_ahead(
             _weighted(cosine_nm, norm_m), best_text_N[images, None], match_nm, dim=1
@@ -113,7 +115,7 @@ def retrieval_ranks(
         image_rank_M[texts] += _count_ahead(
             _weighted(cosine_nm, norm_n1), best_image_M[texts], match_nm, dim=0
         )
-    # Counting alone would call a NaN query a hit where fewer than k candidates do not match.
+    # Otherwise a NaN query would be a hit if fewer than k candidates do not match.
     text_rank_N[best_text_N == -math.inf] = len(text_MD) + 1
     image_rank_M[best_image_M == -math.inf] = len(image_ND) + 1
     return text_rank_N[matched_N], image_rank_M[matched_M]

@@ -1,4 +1,4 @@
-"""Recall and ranks of image-text retrieval.
+"""`ContrastiveRecall`: recall and ranks of image-text retrieval.
 
 Shapes: `N` images, `M` texts, `D` feature width.
 """
@@ -29,36 +29,37 @@ _DIRECTIONS = ("image_to_text", "text_to_image")
 
 @explains_arguments(checks={"top_k": TOP_K, "workspace_bytes": "[1, inf)"})
 class ContrastiveRecall(Metric):
-    r"""Recall and ranks of images' texts and texts' images, exact over all ranks, in O(N) memory.
+    r"""Recall@k and ranks of image-text retrieval, exact over all processes, in O(N) memory.
 
-    The dense way ranks an N x M similarity matrix: 32 GB in fp32 for 40,000 images and 200,000
-    texts. This metric holds one tile. A collapsed model, to which strict comparison gives a
-    recall@1 of 1.0, and a diverged one get 0. With the score :math:`s_{qc}`, cosine or dot
-    product, and its rounding :math:`\tau = (2 + \sqrt D / 2)\,\epsilon`,
+    A dense N x M similarity matrix takes 32 GB in fp32 for 40,000 images and 200,000 texts; this
+    metric computes one tile at a time. A collapsed model, whose recall@1 is 1.0 under strict
+    comparison, and a diverged model get a recall of 0. With the score :math:`s_{qc}` of query q and
+    candidate c (cosine or dot product) and its rounding error
+    :math:`\tau = (2 + \sqrt D / 2)\,\epsilon`,
 
     .. math::
         b_q = \max_{c \in \text{matches}(q)} (s_{qc} - \tau), \qquad
         \text{rank}_q = 1 + |\{c \notin \text{matches}(q) : \lnot (s_{qc} + \tau < b_q)\}|
 
-    Ties count against the model, other matches are no rivals, a query without a match is left out.
-    docs/metrics/recall.md explains ids, keys and repeats.
+    Ties count against the model, other matches of a query do not count, and queries without
+    a match are left out. docs/metrics/recall.md explains ids, keys and repeats.
 
     Args:
-        top_k: The k of each recall@k, positive.
-        normalize: True scores by cosine similarity, False by dot product.
-        value: Name of the one value that `compute()` returns instead of all, such as
+        top_k: Values of k for recall@k.
+        normalize: Whether scores are cosine similarities (True) or dot products (False).
+        value: Name of a single value for `compute()` to return, such as
             `"image_to_text_recall@1"`, for `self.log(name, metric)` and `MetricTracker`.
-        workspace_bytes: Memory for tiles of `compute()`, in bytes; 64 MiB. It changes no result.
+        workspace_bytes: Memory budget for tiles in `compute()`, in bytes; it changes no result.
         **kwargs: Passed to `torchmetrics.Metric`.
 
     Shapes:
-        image_features: (n, D). text_features: (m, D). image_ids: (n,), text_ids: (m,), integers
-        of the whole data set; equal ids match, and without ids row i belongs to row i.
-        image_keys: (n,), text_keys: (m,), an index of each item, by which repeats are left out.
+        image_features: (n, D). text_features: (m, D). image_ids: (n,) and text_ids: (m,), integers
+        that are unique in the data set; equal ids match. Without ids, row i matches row i.
+        image_keys: (n,) and text_keys: (m,), an index of each item, to remove repeated items.
         Returns a dict of scalars, `{image_to_text,text_to_image}_{recall@k,median_rank,mean_rank}`.
 
     Raises:
-        ValueError: On arguments it does not accept, on ranks that disagree, and without any match.
+        ValueError: On invalid arguments, if ranks disagree, or if no ids match.
         RuntimeError: If `compute()` finds no images or no texts on any rank.
 
     References: CLIP, arXiv:2103.00020; recall@k, arXiv:1412.2306; rounding, doi:10.1137/18M1226312.
@@ -71,7 +72,7 @@ class ContrastiveRecall(Metric):
     """
 
     is_differentiable = False
-    # No batch depends on those before it: torchmetrics then updates once a `forward`, not twice.
+    # Batches are independent, so torchmetrics needs one update per `forward` instead of two.
     full_state_update = False
 
     image_features: list[Tensor]
@@ -101,7 +102,7 @@ class ContrastiveRecall(Metric):
 
     @property
     def higher_is_better(self) -> bool | None:  # type: ignore[override]
-        """Whether the one value rises: recall does, ranks fall; `None` for all of them."""
+        """Whether a larger `value` is better: True for recall, False for ranks, `None` for all."""
         return None if self.value is None else not self.value.endswith("_rank")
 
     def update(
@@ -113,9 +114,9 @@ class ContrastiveRecall(Metric):
         image_keys: Tensor | None = None,
         text_keys: Tensor | None = None,
     ) -> None:
-        """Adds a batch of images and texts, which need not be equally many if they have ids."""
+        """Add a batch; with ids, the numbers of images and texts may differ."""
         self._check(image_features, text_features, image_ids, text_ids, image_keys, text_keys)
-        # Copies, since a CUDA graph's outputs or a reused buffer change under a reference.
+        # Copies, because a CUDA graph or a reused buffer may overwrite the tensors later.
         self.image_features.append(image_features.detach().clone())
         self.text_features.append(text_features.detach().clone())
         if image_ids is not None and text_ids is not None:
@@ -124,20 +125,20 @@ class ContrastiveRecall(Metric):
             self.text_ids.append(with_keys(text_ids, text_keys, device))
 
     def compute(self) -> dict[str, Tensor] | Tensor:
-        """Ranks everything seen since the last `reset()`, on all ranks, in both directions."""
+        """Return recalls and ranks over all batches since `reset()` and over all processes."""
         try:
             values = self._compute()
             return values if self.value is None else values[self.value]
         except Exception:
-            # torchmetrics (1.9) would keep the gathered state and refuse every later compute().
+            # torchmetrics (1.9) would keep the synced state, and every later compute() would fail.
             if self._is_synced and self._should_unsync:
                 self.unsync()
             raise
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor] | Tensor:
-        """Adds a batch as `update()` does and returns the values of this batch alone."""
-        # torchmetrics empties the state before it updates: check against the full state, and
-        # put it back if anything fails.
+        """Add a batch and return the values of this batch alone."""
+        # torchmetrics clears the state before the update, so check first with the full state, and
+        # restore the state after an error.
         self._check(*args, **kwargs)
         before = {**self.__dict__, **self._copy_state_dict()}
         try:
@@ -147,11 +148,11 @@ class ContrastiveRecall(Metric):
             raise
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Draws one or several results of `compute()`, or the current one; see torchmetrics."""
+        """Plot one or several results of `compute()`, or the current result; see torchmetrics."""
         return self._plot(val, ax)
 
     def _compute(self) -> dict[str, Tensor]:
-        # Without a layout no rank has seen a batch; with one, either side may still be empty.
+        # A state is an empty list if no rank has seen a batch.
         image_ND, text_MD = (
             dim_zero_cat(state) if len(state) else torch.empty(0, 0)
             for state in (self.image_features, self.text_features)
@@ -159,7 +160,7 @@ class ContrastiveRecall(Metric):
         if not len(image_ND) or not len(text_MD):
             raise RuntimeError(
                 f"Called `ContrastiveRecall.compute()` with {len(image_ND)} images and "
-                f"{len(text_MD)} texts. It needs at least one of each, on any rank: call "
+                f"{len(text_MD)} texts. It needs at least one image and one text on any rank: call "
                 "`update(image_features, text_features)` first."
             )
         if len(self.image_ids):
@@ -168,17 +169,16 @@ class ContrastiveRecall(Metric):
         else:
             image_ids_N = text_ids_M = torch.arange(len(image_ND), device=image_ND.device)
         device_type = image_ND.device.type
-        # Autocast would round cosines to half, in which near scores are equal.
+        # Autocast would round scores to half precision and create ties.
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
             options: Any = {"normalize": self.normalize, "workspace_bytes": self.workspace_bytes}
             ranks = retrieval_ranks(image_ND, text_MD, image_ids_N, text_ids_M, **options)
-        # Images alone tell: a match counts in both directions, so that neither has one without the
-        # other.
+        # If no image has a match, no text has one either.
         if not len(ranks[0]):
             raise ValueError(
-                f"Passed ids of {len(image_ND)} images and {len(text_MD)} texts that have none in "
-                "common. `ContrastiveRecall` accepts ids that are equal for an image and its "
-                "texts: pass the image's index in the data set for both."
+                f"Passed ids of {len(image_ND)} images and {len(text_MD)} texts without any equal "
+                "ids. An image and its texts must have equal ids: pass the image's index in the "
+                "data set for both."
             )
         self._report_unmatched(len(image_ND) - len(ranks[0]), len(text_MD) - len(ranks[1]))
         candidates = len(text_MD), len(image_ND)
@@ -193,9 +193,9 @@ class ContrastiveRecall(Metric):
             return
         self._warned_of_unmatched = True
         rank_zero_warn(
-            f"`ContrastiveRecall`: {n_images} images have no text and {n_texts} texts have no "
-            "image with an equal id. They are candidates, but not counted as queries. If they are "
-            "not distractors, pass ids that are global over the data set and update with all of it."
+            f"`ContrastiveRecall` found {n_images} images without a text of equal id and {n_texts} "
+            "texts without an image of equal id. They are candidates but not queries. If they are "
+            "not distractors, pass ids that are unique in the data set, and update with all of it."
         )
 
     def _check(
@@ -207,7 +207,7 @@ class ContrastiveRecall(Metric):
         image_keys: Tensor | None = None,
         text_keys: Tensor | None = None,
     ) -> None:
-        """Raises ValueError on a batch that this state cannot take."""
+        """Raise ValueError if a batch is invalid or does not fit the state."""
         name = type(self).__name__
         check_features(name, image_features, text_features)
         if self.image_features:
@@ -216,8 +216,8 @@ class ContrastiveRecall(Metric):
                 raise ValueError(
                     f"Passed features of width {image_features.shape[1]} and dtype "
                     f"{image_features.dtype} after width {seen.shape[1]} and dtype {seen.dtype}. "
-                    "`ContrastiveRecall` needs the same in every update: call `reset()` between "
-                    "models, or cast the features."
+                    "`ContrastiveRecall` needs one width and dtype in all updates: call `reset()` "
+                    "between models, or cast the features."
                 )
         if (image_ids is None) != (text_ids is None):
             given, missing = ("text", "image") if image_ids is None else ("image", "text")
@@ -238,7 +238,7 @@ class ContrastiveRecall(Metric):
         elif len(image_features) != len(text_features):
             raise ValueError(
                 f"Passed {len(image_features)} images and {len(text_features)} texts without ids. "
-                "Without ids row i belongs to row i, so both must be equally many: pass "
+                "Without ids, image i matches text i, so there must be equally many: pass "
                 "`image_ids` and `text_ids`."
             )
         for side, ids, keys in (("image", image_ids, image_keys), ("text", text_ids, text_keys)):
@@ -246,14 +246,14 @@ class ContrastiveRecall(Metric):
                 continue
             if ids is None:
                 raise ValueError(
-                    f"Passed `{side}_keys` without `{side}_ids`. Where rows are left out, pairs "
-                    "cannot be told by their positions: pass `image_ids` and `text_ids` too."
+                    f"Passed `{side}_keys` without `{side}_ids`. If repeated rows are removed, row "
+                    "positions no longer define pairs: pass `image_ids` and `text_ids`, too."
                 )
             check_ids(name, f"{side}_keys", keys, len(ids))
 
     def _copy_state_dict(self) -> dict[str, Tensor | list[Any]]:
-        # torchmetrics copies every tensor on each forward(), O(N^2) over an epoch. Nothing here
-        # writes into a stored tensor, so new lists are enough.
+        # torchmetrics copies every tensor in each `forward()`, O(N^2) copies over an epoch. Stored
+        # tensors are never changed in place, so copies of the lists suffice.
         states = {name: getattr(self, name) for name in self._defaults}
         return {k: v if isinstance(v, Tensor) else list(v) for k, v in states.items()}
 
@@ -262,10 +262,10 @@ class ContrastiveRecall(Metric):
         dist_sync_fn: Callable[..., list[Tensor]] = gather_all_tensors,
         process_group: Any | None = None,
     ) -> None:
-        """Gathers the state; first agrees on its layout, so that no rank waits for another.
+        """Gather the state, after the ranks have agreed on its layout.
 
-        torchmetrics lets a rank without data send a 1-D fp32 tensor; against (n, D) features in
-        another dtype that hangs or fails.
+        In torchmetrics a rank without data sends a 1-D fp32 tensor, and a gather together with
+        (n, D) features of another dtype hangs or fails.
         """
         seen = self.image_features[0] if self.image_features else None
         own = [0, 0, 0]
@@ -274,7 +274,7 @@ class ContrastiveRecall(Metric):
         group = process_group or self.process_group
         layouts = dist_sync_fn(torch.tensor(own, device=self.device), group=group)
         by_rank = [tuple(layout.tolist()) for layout in layouts]
-        # Width 0 stands for a rank without data: `check_rows` refuses features of no width.
+        # Width 0 marks a rank without data; `check_rows` rejects features of width 0.
         present = {layout for layout in by_rank if layout[0]}
         if len(present) > 1:
             named = "; ".join(
@@ -283,8 +283,8 @@ class ContrastiveRecall(Metric):
                 if w
             )
             raise ValueError(
-                f"Ranks passed different features to `ContrastiveRecall` ({named}). It needs the "
-                "same width, dtype and use of ids on every rank."
+                f"Ranks passed different features to `ContrastiveRecall` ({named}). All ranks must "
+                "pass the same width and dtype, and all or none must pass ids."
             )
         if not present:
             return
@@ -295,7 +295,7 @@ class ContrastiveRecall(Metric):
             self.image_features = [torch.empty(0, width, dtype=dtype, device=self.device)]
             self.text_features = [torch.empty(0, width, dtype=dtype, device=self.device)]
             self.image_ids, self.text_ids = [ids_of(0, 2)], [ids_of(0, 2)]
-        if not has_ids:  # a stand-in, since not every backend gathers nothing from everyone
+        if not has_ids:  # a placeholder, because not every backend gathers empty lists
             self.image_ids, self.text_ids = [ids_of(1, 2)], [ids_of(1, 2)]
         super()._sync_dist(dist_sync_fn, process_group=process_group)
         if not has_ids:
@@ -308,13 +308,13 @@ def _names(top_k: Sequence[int]) -> list[str]:
 
 def _summary(ranks: Tensor, n_candidates: int, top_k: tuple[int, ...]) -> dict[str, Tensor]:
     n_queries = len(ranks)
-    # k may exceed the number of candidates; rank n_candidates + 1 is still no hit.
+    # k may exceed the number of candidates; the rank n_candidates + 1 is never a hit.
     values = {f"recall@{k}": (ranks <= min(k, n_candidates)).sum().float() for k in top_k}
-    # Summed as integers: a running sum in fp32 rounds from 2^24 on.
+    # Summed as integers, because fp32 sums round above 2^24.
     values["mean_rank"] = ranks.sum().float()
-    # In fp32 by name: integers divide into the default dtype, fp16 under Lightning's "16-true".
+    # Explicitly fp32: integer division uses the default dtype, fp16 under Lightning's "16-true".
     values = {name: value / n_queries for name, value in values.items()}
-    # `Tensor.median` would return the lower of two in the middle.
+    # `Tensor.median` would return the lower of the two middle values.
     ordered = ranks.sort().values
     values["median_rank"] = (ordered[(n_queries - 1) // 2] + ordered[n_queries // 2]).float() / 2
     values["queries"] = torch.tensor(n_queries, dtype=torch.float32, device=ranks.device)

@@ -1,4 +1,4 @@
-"""Zero-shot classification by prompts: the measure by which CLIP models are compared.
+"""`ZeroShotAccuracy`: accuracy of zero-shot classification with text prompts.
 
 Shapes: `n` images of a batch, `p` prompts, `C` classes, `D` feature width.
 """
@@ -30,35 +30,35 @@ __all__ = ["ZeroShotAccuracy"]
     }
 )
 class ZeroShotAccuracy(Metric):
-    r"""Accuracy of zero-shot classification: an image's class among the k nearest, by prompts.
+    r"""Top-k accuracy of zero-shot classification with text prompts, without a trained head.
 
-    The measure of CLIP's tables and of Table 3 of the Inf-CL paper (74.9% on ImageNet, ViT-L/14 at
-    a batch of 64k): a class is the mean of its prompts' text features, and no head is trained.
+    CLIP models are compared by this metric, as in Table 3 of the Inf-CL paper (74.9% on ImageNet,
+    ViT-L/14 at a batch of 64k). The weight of a class is the mean of its prompts' text features.
 
     .. math::
         w_c = \frac{m_c}{\|m_c\|}, \quad m_c = \frac{1}{P_c} \sum_p \frac{t_{cp}}{\|t_{cp}\|},
         \qquad s_{ic} = \left\langle \frac{x_i}{\|x_i\|}, w_c \right\rangle
 
-    Image i with class y counts for k if fewer than k other classes have
+    Image i of class y is correct for k if fewer than k other classes have
     :math:`\lnot (s_{ic} < s_{iy})`: ties and non-finite features count against the model. `reset()`
-    forgets prompts. docs/metrics/zero-shot.md explains keys, which leave repeats out.
+    also removes prompts. docs/metrics/zero-shot.md explains keys, which remove repeated images.
 
     Args:
-        num_classes: C.
-        top_k: The k of each accuracy, positive.
-        value: Name of the one value that `compute()` returns instead of all, such as `"top1"`, for
+        num_classes: Number of classes, C.
+        top_k: Values of k.
+        value: Name of a single value for `compute()` to return, such as `"top1"`, for
             `self.log(name, metric)` and `MetricTracker`.
-        workspace_bytes: Memory for scores, in bytes; 64 MiB.
+        workspace_bytes: Memory budget for scores, in bytes; it changes no result.
         **kwargs: Passed to `torchmetrics.Metric`.
 
     Shapes:
-        update_prompts: text_features (p, D), class_ids (p,) from 0 to C - 1, on every rank before
-        the images of an epoch. update: image_features (n, D), target (n,), keys (n,) or `None`.
-        Returns a dict of float32 scalars: `top{k}` for each k, and `images`.
+        update_prompts: text_features (p, D) and class_ids (p,) from 0 to C - 1, on every rank,
+        before the images of an epoch. update: image_features (n, D), target (n,), keys (n,) or
+        `None`. Returns a dict of float32 scalars: `top{k}` for each k, and the number of `images`.
 
     Raises:
-        ValueError: On arguments it does not accept, and in `compute()` on targets out of range.
-        RuntimeError: If images come before every class has a prompt, or `compute()` before images.
+        ValueError: On invalid arguments, and in `compute()` on targets out of range.
+        RuntimeError: On images before every class has a prompt, and in `compute()` without images.
 
     References: CLIP, section 3.1.4, arXiv:2103.00020; Inf-CL, arXiv:2410.17243.
 
@@ -93,7 +93,7 @@ class ZeroShotAccuracy(Metric):
         self.top_k = tuple(top_k)
         self.value = value
         self.workspace_bytes = workspace_bytes
-        # No states: every rank has the prompts of all classes, and a sync would gather them again.
+        # Not states, because every rank has all prompts and needs no sync.
         self._sums_CD: Tensor | None = None
         self._counts_C: Tensor | None = None
         self._classes_CD: Tensor | None = None
@@ -103,7 +103,7 @@ class ZeroShotAccuracy(Metric):
 
     @torch.no_grad()
     def update_prompts(self, text_features: Tensor, class_ids: Tensor) -> None:
-        """Adds prompts, each to the class that it is one of."""
+        """Add prompts to their classes."""
         self._check("text_features", text_features, class_ids=class_ids)
         low, high = class_ids.aminmax() if len(class_ids) else (0, 0)
         if low < 0 or high >= self.num_classes:
@@ -119,8 +119,8 @@ class ZeroShotAccuracy(Metric):
         if self._sums_CD.shape[1] != unit_pD.shape[1]:
             raise ValueError(
                 f"Passed `text_features` of width {unit_pD.shape[1]} after prompts of width "
-                f"{self._sums_CD.shape[1]}. All must have one. Call `reset()` before those of "
-                "another model."
+                f"{self._sums_CD.shape[1]}. All prompts must have one width. Call `reset()` before "
+                "the prompts of another model."
             )
         unit_pD = unit_pD.to(self._sums_CD)
         self._sums_CD.index_add_(0, class_ids, unit_pD)
@@ -129,12 +129,12 @@ class ZeroShotAccuracy(Metric):
 
     @torch.no_grad()
     def update(self, image_features: Tensor, target: Tensor, keys: Tensor | None = None) -> None:
-        """Adds images with their classes."""
+        """Add images with their classes."""
         self._check("image_features", image_features, target=target, keys=keys)
         classes_CD = self._classes()
         target = target.to(image_features.device, torch.int64)
         rows = max(1, self.workspace_bytes // (4 * self.num_classes * classes_CD.itemsize))
-        # Autocast would round scores to half, in which near classes tie.
+        # Autocast would round scores to half precision and create ties.
         with torch.autocast(image_features.device.type, enabled=False):
             batches = zip(image_features.split(rows), target.split(rows), strict=True)
             parts = [_ranks(image_nD, classes_CD, target_n) for image_nD, target_n in batches]
@@ -143,8 +143,8 @@ class ZeroShotAccuracy(Metric):
             self.keys.append(with_keys(target, keys, target.device))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Adds a batch as `update()` does and returns the values of this batch alone."""
-        # torchmetrics resets the state for the values of a batch, whose prompts came before it.
+        """Add a batch and return the values of this batch alone."""
+        # torchmetrics resets the state for the values of a batch, but the prompts must stay.
         self._keeps_prompts = True
         try:
             return super().forward(*args, **kwargs)
@@ -152,13 +152,13 @@ class ZeroShotAccuracy(Metric):
             self._keeps_prompts = False
 
     def reset(self) -> None:
-        """Forgets images and prompts."""
+        """Remove images and prompts."""
         super().reset()
         if not self._keeps_prompts:
             self._sums_CD = self._counts_C = self._classes_CD = None
 
     def compute(self) -> dict[str, Tensor] | Tensor:
-        """Returns the accuracies over everything seen since the last `reset()`, on all ranks."""
+        """Return the accuracies over all images since `reset()` and over all processes."""
         ranks_N = dim_zero_cat(self.ranks) if len(self.ranks) else torch.empty(0)
         if not len(ranks_N):
             raise RuntimeError(
@@ -166,12 +166,12 @@ class ZeroShotAccuracy(Metric):
                 "`update(image_features, target)` first."
             )
         ranks_N, target_N = without_repeats(ranks_N, dim_zero_cat(self.keys))
-        # Looked at here: in `update` it would be a host sync for every batch.
+        # Checked here, because a check in `update` would cost a host sync per batch.
         wrong_N = target_N[(target_N < 0) | (target_N >= self.num_classes)]
         if len(wrong_N):
             raise ValueError(
-                f"Passed {len(wrong_N)} values of `target` out of [0, {self.num_classes}), such as "
-                f"{int(wrong_N[0])}. Pass the index of each image's class."
+                f"Passed {len(wrong_N)} values of `target` outside of [0, {self.num_classes}), "
+                f"such as {int(wrong_N[0])}. Pass the index of each image's class."
             )
         values = {
             f"top{k}": (ranks_N <= min(k, self.num_classes)).float().mean() for k in self.top_k
@@ -180,7 +180,7 @@ class ZeroShotAccuracy(Metric):
         return values if self.value is None else values[self.value]
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Draws one or several results of `compute()`, or the current one; see torchmetrics."""
+        """Plot one or several results of `compute()`, or the current result; see torchmetrics."""
         return self._plot(val, ax)
 
     def _check(self, name: str, features: Tensor, **ids: Tensor | None) -> None:
@@ -199,12 +199,12 @@ class ZeroShotAccuracy(Metric):
                     "Call `update_prompts(text_features, class_ids)` for all "
                     f"{self.num_classes} classes on every rank, after each `reset()`."
                 )
-            # Of sums, not means: the number of prompts drops out with the length.
+            # Normalised sums equal normalised means.
             self._classes_CD = unit_rows(self._sums_CD)[0]
         return self._classes_CD
 
     def _sync_dist(self, *args: Any, **kwargs: Any) -> None:
-        # torchmetrics lets a rank without data send 1-D fp32 tensors for all it has.
+        # In torchmetrics a rank without data sends a 1-D fp32 tensor for each state.
         if not self.ranks:
             self.ranks = [torch.empty(0, device=self.device)]
             self.keys = [torch.empty(0, 2, dtype=torch.int64, device=self.device)]
@@ -212,11 +212,11 @@ class ZeroShotAccuracy(Metric):
 
 
 def _ranks(image_nD: Tensor, classes_CD: Tensor, target_n: Tensor) -> Tensor:
-    """Return 1 + the classes that are not surely below the target, in fp32 as all states are."""
+    """Return 1 + the number of classes not clearly below the target, in fp32 like all states."""
     unit_nD, _ = unit_rows(image_nD)
     dtype = torch.promote_types(unit_nD.dtype, classes_CD.dtype)
     score_nC = unit_nD.to(dtype) @ classes_CD.to(dtype).T
-    # Targets out of range are refused by `compute()`.
+    # `compute()` raises for targets out of range.
     place_n1 = target_n.clamp(0, len(classes_CD) - 1)[:, None]
     own_n1 = score_nC.gather(1, place_n1)
     ahead_nC = ~(score_nC < own_n1 - 2 * sum_rounding(unit_nD.shape[1], dtype))

@@ -175,7 +175,7 @@ def test_two_ranks_count_as_one() -> None:
         (lambda m: m.update_prompts(torch.eye(3), torch.arange(3) - 1), ValueError, "from -1 to 1"),
         (lambda m: m.update_prompts(torch.eye(3)[0], torch.arange(3)), ValueError, "(n, D)"),
         (lambda m: m.update(torch.eye(3), torch.arange(3)), RuntimeError, "class 0 without"),
-        (lambda m: m.update(torch.eye(3), torch.eye(3)), ValueError, "one integer a row"),
+        (lambda m: m.update(torch.eye(3), torch.eye(3)), ValueError, "one integer per row"),
         (lambda m: m.compute(), RuntimeError, "no images"),
         (lambda m: ZeroShotAccuracy(num_classes=0), ValueError, "num_classes=0"),
         (lambda m: ZeroShotAccuracy(num_classes=2, top_k=[]), ValueError, "Pass `top_k=[1, 5]`"),
@@ -193,5 +193,5 @@ def test_target_out_of_range_is_said_with_the_result() -> None:
     metric = ZeroShotAccuracy(num_classes=3)
     metric.update_prompts(torch.eye(3), torch.arange(3))
     metric.update(torch.eye(3), torch.tensor([0, 1, 3]))
-    with pytest.raises(ValueError, match=r"1 values of `target` out of \[0, 3\), such as 3"):
+    with pytest.raises(ValueError, match=r"1 values of `target` outside of \[0, 3\), such as 3"):
         metric.compute()
