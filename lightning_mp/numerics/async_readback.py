@@ -12,82 +12,81 @@ __all__ = ["AsyncReadback", "Readback", "send"]
 
 
 class Readback(NamedTuple):
-    """One tensor that has arrived on the host."""
+    """A tensor that has arrived on the host."""
 
-    step: int  # the step it was submitted under
-    array: npt.NDArray[Any]  # a copy of its values that nothing else writes to
-    context: dict[str, Any]  # what was passed with it
+    step: int  # step of the submission
+    array: npt.NDArray[Any]  # a private copy of the values
+    context: dict[str, Any]  # context of the submission
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device; what is queued there next may read it."""
+    """Copy a host tensor to a device without waiting; later work on the device sees the copy."""
     if device.type != "cuda":
         return values.to(device)
-    # From pageable memory the copy would wait for the device.
+    # A copy from pageable memory would wait for the device.
     return values.pin_memory().to(device, non_blocking=True)
 
 
 class _InFlight(NamedTuple):
     step: int
     host: Tensor
-    done: Any  # a `torch.cuda.Event`; `None` for a copy that has been made
+    done: Any  # a `torch.cuda.Event`; `None` if the copy is complete
     context: dict[str, Any]
 
 
 class AsyncReadback:
-    """Brings statistics to the host under the step they came from, and never makes a step wait.
+    """Copies statistics to the host together with their step, without blocking a step.
 
-    `tensor.item()` in a training step waits until the GPU has done everything asked of it so far,
-    so that it idles while the host prepares the next kernels. Here a copy is queued behind the
-    kernels that make the numbers, and is looked at when it is done, mostly one or two steps later.
+    `tensor.item()` in a training step waits for all queued GPU work, and the GPU then idles while
+    the host prepares the next kernels. This class queues a copy behind the kernels that compute the
+    statistics, and reads the copy when it is complete, usually one or two steps later.
 
-    On the CPU a tensor is cloned and ready at once. Devices other than CUDA have no pinned memory
-    here: `submit` waits for them.
+    CPU tensors are cloned and ready at once. On devices other than CUDA `submit` waits for the
+    copy.
     """
 
     def __init__(self) -> None:
         self._in_flight: deque[_InFlight] = deque()
-        # Pinned memory is slow to get: buffers are used again. Where all are in flight another one
-        # is made, so that nothing is lost.
+        # Buffers are reused, because allocating pinned memory is slow.
         self._free: list[Tensor] = []
 
     def __len__(self) -> int:
-        """Return how many submissions have not been taken."""
+        """Return the number of submissions that have not been taken."""
         return len(self._in_flight)
 
     def submit(self, step: int, packed: Tensor, **context: Any) -> None:
-        """Start to copy a tensor; it may be changed by whatever is queued after this.
+        """Start to copy a tensor; work queued later may change the tensor.
 
-        `context`, such as the names of the rows, is handed back with the values: do not change it.
+        `context`, such as the names of rows, is returned with the values and must not be changed.
         """
         host, done = self._start_copy(packed.detach())
         self._in_flight.append(_InFlight(step, host, done, context))
 
     def ready(self) -> list[Readback]:
-        """Take what has arrived, in the order of submission, without waiting for the rest."""
+        """Take the copies that have arrived, in the order of submission, without waiting."""
         taken = []
         while self._in_flight:
             done = self._in_flight[0].done
-            # Later ones wait for it, so that steps are judged in their order.
+            # Keep the order of steps.
             if done is not None and not done.query():
                 break
             taken.append(self._take())
         return taken
 
     def drain(self) -> list[Readback]:
-        """Wait for everything and take it: at the end of training, or after an exception."""
+        """Wait for all copies and take them, at the end of training or after an exception."""
         for each in self._in_flight:
             if each.done is not None:
                 each.done.synchronize()
         return self.ready()
 
     def _start_copy(self, packed: Tensor) -> tuple[Tensor, Any]:
-        """Return the host's copy, and the event after which it may be read."""
-        # A copy on the CPU too: the caller's buffer changes before the host looks at it.
+        """Return the host copy, and the event after which it may be read."""
+        # Also a copy on the CPU, because the caller may reuse its buffer.
         if packed.device.type != "cuda":
             return packed.to("cpu", copy=True), None
         host = self._buffer(packed)
-        # An event is recorded on the current device's stream, which may be another's.
+        # The event must be recorded on the device of the tensor.
         with torch.accelerator.device_index(packed.device.index):
             host.copy_(packed, non_blocking=True)
             done = torch.cuda.Event()
@@ -95,7 +94,7 @@ class AsyncReadback:
         return host, done
 
     def _buffer(self, packed: Tensor) -> Tensor:
-        """Return a pinned buffer that nothing is copied to: a free one that fits, or a new one."""
+        """Return a pinned buffer of the shape and dtype: a free one or a new one."""
         for index, host in enumerate(self._free):
             if host.shape == packed.shape and host.dtype == packed.dtype:
                 return self._free.pop(index)
@@ -108,6 +107,6 @@ class AsyncReadback:
         step, host, done, context = self._in_flight.popleft()
         if done is None:
             return Readback(step, host.numpy(), context)
-        array = np.array(host.numpy())  # a copy: the buffer will be overwritten
+        array = np.array(host.numpy())  # a copy, because the buffer is reused
         self._free.append(host)
         return Readback(step, array, context)

@@ -1,4 +1,4 @@
-"""The smallest kernel: it writes a one. In a file of its own, since Triton need not be there."""
+"""A minimal kernel that writes a 1. A separate file, because Triton may not be installed."""
 
 import triton
 import triton.language as tl
@@ -8,5 +8,5 @@ __all__ = ["probe_kernel"]
 
 @triton.jit
 def probe_kernel(answer):
-    """Write a one to a pointer to an int32."""
+    """Write 1 to an int32 pointer."""
     tl.store(answer, 1)

@@ -1,7 +1,7 @@
-"""What a second run of the same code needs to give the same numbers: generators, buffers, autocast.
+"""The state that a replay needs in order to repeat a run: generators, buffers, autocast.
 
-Gradient caching runs a tower twice, first without and then with a graph. The second run must draw
-the dropout masks of the first and must leave no second trace in running statistics.
+Gradient caching runs a tower twice. The replay must draw the dropout masks of the first run and
+must not update running statistics a second time.
 """
 
 import functools
@@ -25,20 +25,20 @@ __all__ = [
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been written to in place; -1 where torch does not count."""
+    """Return the number of in-place writes to a tensor; -1 if torch does not count them."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 class RngState:
-    """The states of all generators that a forward may draw from, as they are now.
+    """The current states of all generators that a forward may draw from.
 
-    Those of torch on the CPU and on `device`, of Python, of numpy where it is loaded, and those
-    that are attributes of a module or of its submodules.
+    These are torch's generators of the CPU and of `device`, Python's, numpy's if numpy is loaded,
+    and generators that are attributes of a module or its submodules.
 
     Args:
-        device: Where the forward runs.
-        module: Whose own generators to hold.
-        generators: More of them, as `own_generators` finds them.
+        device: Device of the forward.
+        module: Module whose generators to include.
+        generators: Further generators, as returned by `own_generators`.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class RngState:
             None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         )
         self._python = random.getstate()
-        numpy = sys.modules.get("numpy")  # a forward cannot draw from what is not loaded
+        numpy = sys.modules.get("numpy")  # if not loaded, a forward does not use it
         self._numpy: Any = None if numpy is None else numpy.random.get_state()
         own = [] if module is None else own_generators(module)
         self._own = [_own_state(generator) for generator in (*own, *generators)]
 
     def restore(self) -> None:
-        """Set the generators back to the states held here."""
+        """Restore the states of all generators."""
         torch.set_rng_state(self._cpu)
         if self._accelerator is not None:
             torch.get_device_module(self._device).set_rng_state(self._accelerator, self._device)
@@ -86,18 +86,18 @@ def own_generators(module: nn.Module) -> list[Any]:
 
 
 def _own_state(generator: Any) -> tuple[Callable[[Any], Any], Any]:
-    """Return what sets a generator's state, and the state that it has now."""
+    """Return the function that sets a generator's state, and the current state."""
     if isinstance(generator, random.Random):
         return generator.setstate, generator.getstate()
     if hasattr(generator, "bit_generator"):  # numpy's `default_rng`
         bits = generator.bit_generator
         return functools.partial(setattr, bits, "state"), bits.state
-    # Those of torch, and numpy's `RandomState`.
+    # torch generators and numpy's `RandomState`.
     return generator.set_state, generator.get_state()
 
 
 class AutocastState:
-    """Autocast for a device type as it is now, to be entered again at another time."""
+    """The current autocast state of a device type, which can be entered again later."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -106,12 +106,12 @@ class AutocastState:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """What autocast computes in; empty where it is off."""
+        """The dtype of autocast; empty if autocast is off."""
         return {self._dtype} if self._enabled else set()
 
     def entered(self) -> torch.autocast:
-        """Return what runs under this state, without the cache of cast weights."""
-        # A weight that was cast without grad and cached would cut the graph of the run with grad.
+        """Return a context with this state, without autocast's weight cache."""
+        # A weight that was cast without grad and cached would be missing in the replay's graph.
         dtype = self._dtype if self._enabled else None
         return torch.autocast(
             self._device_type, dtype=dtype, enabled=self._enabled, cache_enabled=False
@@ -119,16 +119,16 @@ class AutocastState:
 
 
 class BufferState:
-    """The buffers of a module as they are now, so that micro-batches together update them once.
+    """The current buffers of a module, so that all micro-batches together update them once.
 
-    Every micro-batch starts from these values, as every row of a whole batch would. `commit` then
-    sets floating-point buffers to the mean of what the micro-batches made of them, weighted by
-    rows, and all others (such as `num_batches_tracked`) to what the last one did. For a running
-    average of per-row statistics, that is the update of the whole batch.
+    Every micro-batch starts from these values, as the whole batch would. `commit` then sets
+    floating-point buffers to the mean of the micro-batches' results, weighted by rows, and all
+    other buffers (such as `num_batches_tracked`) to the result of the last micro-batch. For a
+    running average of per-row statistics this equals the update of the whole batch.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
-        # Modules and names, not tensors alone: a forward may also assign a new tensor.
+        # With modules and names, because a forward may also assign a new tensor.
         self._held = [
             _Held(owner, name, buffer)
             for owner in (() if module is None else module.modules())
@@ -142,32 +142,32 @@ class BufferState:
 
     @torch.no_grad()
     def restore(self, *, keep_grown: bool = False) -> None:
-        """Set the buffers that changed back to the values held here, or all but those that grew."""
+        """Restore the buffers that changed; with `keep_grown`, except those whose shape changed."""
         for held in self._held:
-            # Others are not written: a graph may have saved them.
+            # Unchanged buffers are not written to, because a graph may have saved them.
             if held.is_changed() and not (keep_grown and held.has_grown()):
                 held.restore()
 
     @torch.no_grad()
     def collect(self, rows: int) -> None:
-        """Take in what a micro-batch of `rows` rows made of the buffers."""
+        """Add the buffers after a micro-batch of `rows` rows to the means."""
         before, self._rows = self._rows, self._rows + rows
         for held in self._held:
-            if held.has_grown():  # a cache, such as that of rotary embeddings: it goes on growing
+            if held.has_grown():  # a cache, such as of rotary embeddings, keeps growing
                 self._means.pop(held, None)
             elif held.is_changed() or held in self._means:
                 value = held.now()
                 if value is not held.buffer:
                     self._assigned.add(held)
                 mean = self._means.setdefault(held, held.value.clone())
-                if before and mean.is_floating_point():  # the mean so far, weighted by rows
+                if before and mean.is_floating_point():  # running mean, weighted by rows
                     mean.lerp_(value, rows / self._rows)
                 else:
                     mean.copy_(value)
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Write the collected values, and remember which buffers they were for `rewind`."""
+        """Write the means to the buffers, and record the changed buffers for `rewind`."""
         for held, mean in self._means.items():
             if held in self._assigned:
                 held.owner._buffers[held.name] = mean
@@ -178,13 +178,13 @@ class BufferState:
         self._means = {}
 
     def rewind(self) -> None:
-        """Let the buffers that changed start again, as copies; the tensors themselves stay."""
+        """Replace the changed buffers by copies of their first values, for a replay."""
         for held in self._changed:
             held.owner._buffers[held.name] = held.value.clone()
 
 
 class _Held:
-    """A buffer, its place, and its value at some time."""
+    """A buffer, its owner and name, and its value at construction."""
 
     def __init__(self, owner: nn.Module, name: str, buffer: Tensor) -> None:
         self.owner = owner
@@ -204,10 +204,10 @@ class _Held:
         )
 
     def _is_silently_changed(self) -> bool:
-        """Return whether a kernel wrote to the buffer uncounted, as that of BatchNorm does."""
+        """Return whether a kernel changed the buffer without a version count, as BatchNorm does."""
         if self.buffer.device.type == "cpu":
             return not torch.equal(self.buffer, self.value)
-        # To look at values would make the host wait.
+        # Comparing values would make the host wait.
         return self.name.startswith("running_") and self.owner.training
 
     def has_grown(self) -> bool:
@@ -215,7 +215,7 @@ class _Held:
         return now.shape != self.value.shape or now.dtype != self.value.dtype
 
     def restore(self) -> None:
-        self.owner._buffers[self.name] = self.buffer  # a forward may have assigned another
+        self.owner._buffers[self.name] = self.buffer  # a forward may have assigned another tensor
         if version_of(self.buffer) != self._version or self._is_silently_changed():
             self.buffer.copy_(self.value)
             self._version = version_of(self.buffer)
@@ -223,7 +223,7 @@ class _Held:
 
 @contextmanager
 def undisturbed(device: torch.device, module: nn.Module | None) -> Iterator[None]:
-    """Leave generators and buffers as they are found, whatever runs."""
+    """Restore generators and buffers at the end of the context."""
     rng, buffers = RngState(device, module), BufferState(module)
     try:
         yield

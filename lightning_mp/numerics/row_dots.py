@@ -1,4 +1,4 @@
-"""Inner products of the rows of two matrices in float64, by one Triton kernel.
+"""Dot products of the rows of two matrices in float64, by one Triton kernel.
 
 Shapes:
     n: rows. D: width.
@@ -13,11 +13,11 @@ __all__ = ["fused_row_dots"]
 
 
 def fused_row_dots(left_nD: Tensor, right_nD: Tensor) -> Tensor:
-    """Return the sums of `row_dots` in float64, by one launch of a Triton kernel."""
-    # Triton is there on Linux only.
+    """Return the row-wise dot products in float64, by one launch of a Triton kernel."""
+    # Imported here, because Triton exists on Linux only.
     from lightning_mp.numerics import row_dots_kernels as kernels
 
-    # Columns next to each other; rows may lie any distance apart.
+    # Columns must be contiguous; rows may have any stride.
     left_nD, right_nD = (x if x.stride(1) == 1 else x.contiguous() for x in (left_nD, right_nD))
     n, width = left_nD.shape
     dots_n = left_nD.new_empty(n, dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""Inner products of rows in one read of both matrices.
+"""Dot products of rows, reading both matrices once.
 
 Shapes:
-    n: rows. D: width. ROWS, COLUMNS: what a program holds at a time.
+    n: rows. D: width. ROWS, COLUMNS: the block that a program holds at a time.
 
-A program has `ROWS` rows to itself and walks over their columns, so sums are made in one order and
-need no atomics. Values are widened to float64 one by one, in registers.
+Each program loops over the columns of its own `ROWS` rows, so the order of sums is fixed and no
+atomics are needed. Values are converted to float64 in registers.
 """
 
 import triton
@@ -13,23 +13,23 @@ import triton.language as tl
 __all__ = ["COLUMNS", "NUM_WARPS", "ROWS", "row_dots_kernel"]
 
 NUM_WARPS = 4
-# A warp a row, 8 values a thread: 16 bytes of what is half, 32 of fp32.
+# One warp per row and 8 values per thread: 16 bytes in half precision, 32 bytes in fp32.
 ROWS = tl.constexpr(NUM_WARPS)
 COLUMNS = tl.constexpr(256)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def row_dots_kernel(left, right, dots, num_rows, width, left_stride, right_stride):
-    """Store `sum_k left[i, k] right[i, k]` of some rows.
+    """Store `sum_k left[i, k] right[i, k]` for a block of rows.
 
     Args:
-        left: (n, D), of rows `left_stride` values apart.
-        right: (n, D), of another dtype perhaps, of rows `right_stride` apart.
-        dots: (n,) in float64.
+        left: (n, D), with row stride `left_stride`.
+        right: (n, D), with row stride `right_stride`, possibly of another dtype.
+        dots: (n,), float64.
         num_rows: n.
         width: D.
-        left_stride: Distance of two rows of `left`, in values.
-        right_stride: That of `right`.
+        left_stride: Row stride of `left`, in elements.
+        right_stride: Row stride of `right`, in elements.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)

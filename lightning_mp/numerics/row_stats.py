@@ -1,9 +1,8 @@
-"""The torch path of `tensor_stats`: rows of 1024 values, a batch of rows in the cache at a time.
+"""The torch path of `tensor_stats`: rows of 1024 values in batches that fit the CPU cache.
 
-Statistics that are read one by one read a tensor from memory as many times and more. Here values
-are copied (and widened) in batches that fit the second-level cache, where a pass
-costs little, and small tensors share a batch. Batches are padded with zeros, which changes only the
-count of zeros, by a number that is known.
+Separate reductions would each read a tensor from memory. Here values are copied (and widened) in
+batches that fit the second-level cache, where further passes are cheap, and small tensors share a
+batch. Batches are padded with zeros, which changes only the count of zeros, by a known number.
 
 Legend: `N` tensors, `K` columns of `StatField`, `R` rows, `W` = 1024 values a row.
 """
@@ -24,20 +23,20 @@ from lightning_mp.numerics.stats_view import StatField
 __all__ = ["row_stats"]
 
 _WIDTH = 1024
-# 512 KiB of fp32, so that magnitudes and marks fit a second-level cache of 1 MiB.
+# 512 KiB of fp32, so that a batch and its temporaries fit a second-level cache of 1 MiB.
 _HOST_ROWS = 128
-# 32 MiB of fp32, so that an accelerator is asked for few kernels.
+# 32 MiB of fp32, so that an accelerator launches few kernels.
 _DEVICE_ROWS = 8192
-# Where all rows' largest magnitudes lie in between, squares neither overflow in fp32 nor lose
-# anything that counts: what falls below 2^-126 is 2^-36 of the sum at most.
+# If the largest magnitude of every row is in this interval, squares do not overflow in fp32, and
+# squares below 2^-126 contribute at most 2^-36 of the sum.
 _SAFE_SQUARES = (2.0**-40, 2.0**50)
-# The column behind those of `StatField`: the unit of a row's norm.
+# An additional column: the unit of each row's norm.
 _UNIT = len(StatField)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part of a tensor that is copied into one batch: rows of one tensor, or its last one."""
+    """A part of a tensor in one batch: full rows, or the unfinished last row."""
 
     tensor: int
     start: int
@@ -51,22 +50,22 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How tensors are laid into batches: the full rows of all, then the unfinished last rows."""
+    """The layout of tensors in batches: first all full rows, then all unfinished last rows."""
 
     batches: tuple[tuple[_Piece, ...], ...]
-    segments: tuple[int, ...]  # rows of each tensor, first full ones, then unfinished ones: 2 N
-    padding: tuple[int, ...]  # zeros behind the end of each tensor
+    segments: tuple[int, ...]  # full rows of each tensor, then unfinished rows: 2 N
+    padding: tuple[int, ...]  # zeros after the end of each tensor
 
 
 def row_stats(values: Sequence[Tensor], subnormal: Tensor, *, look: bool) -> Tensor:
-    """Return the statistics of flat tensors of one device: stats_NK, float64, or fp32 on MPS.
+    """Return the statistics of flat tensors on one device: stats_NK, float64, or fp32 on MPS.
 
     Args:
         values: Flat tensors of any length.
-        subnormal: Magnitudes below are subnormal. Of no dimension, in the dtype to compute in, on
-            the device of the values.
-        look: Leave out passes that cannot find anything, by looking at what others found. It costs
-            nothing where the values are on the host, and a sync elsewhere.
+        subnormal: Magnitudes below this bound are subnormal. A 0-d tensor on the device of the
+            values, in the dtype of the computation.
+        look: Whether to read intermediate results in order to skip passes that cannot find
+            anything. Reading is free on the CPU and costs a sync on other devices.
     """
     device, dtype = subnormal.device, subnormal.dtype
     most = _HOST_ROWS if device.type == "cpu" else _DEVICE_ROWS
@@ -85,13 +84,13 @@ def row_stats(values: Sequence[Tensor], subnormal: Tensor, *, look: bool) -> Ten
 
 @lru_cache(maxsize=64)
 def _plan(lengths: tuple[int, ...], rows: int) -> _Plan:
-    """Lay tensors of these lengths into batches of at most `rows` rows."""
+    """Distribute tensors of these lengths over batches of at most `rows` rows."""
     batches: list[list[_Piece]] = [[]]
     free = rows
     parts = [(i, 0, n - n % _WIDTH) for i, n in enumerate(lengths)]
     tails = [(i, n - n % _WIDTH, n) for i, n in enumerate(lengths)]
     for part in (parts, tails):
-        if free < rows:  # padding stays out of the batches of full rows
+        if free < rows:  # batches of full rows contain no padding
             batches.append([])
             free = rows
         for tensor, start, end in part:
@@ -112,20 +111,20 @@ def _plan(lengths: tuple[int, ...], rows: int) -> _Plan:
 
 
 class _Batch:
-    """Room for one batch of rows and for what is made of it."""
+    """Memory for one batch of rows and its temporaries."""
 
     def __init__(self, rows: int, subnormal: Tensor, look: bool) -> None:
-        room = subnormal.new_empty(4, rows, _WIDTH)
-        self.values, self.finite, self.magnitudes, self.marks = room.unbind()
+        memory = subnormal.new_empty(4, rows, _WIDTH)
+        self.values, self.finite, self.magnitudes, self.marks = memory.unbind()
         self.look = look
         self.subnormal = subnormal
         self.limit = float(subnormal.numpy()) if look else math.inf
 
     def load(self, values: Sequence[Tensor], pieces: Sequence[_Piece]) -> Tensor:
-        """Copy pieces into rows, and zeros behind the end of each; return the rows."""
+        """Copy pieces to rows, with zeros after the end of each piece; return the rows."""
         first = values[pieces[0].tensor][pieces[0].start : pieces[0].stop]
         is_full = len(first) % _WIDTH == 0
-        # What needs neither padding nor widening is read where it is.
+        # Without padding or widening, no copy is needed.
         if len(pieces) == 1 and is_full and first.dtype == self.values.dtype:
             return first.view(-1, _WIDTH)
         rows_RW = self.values[: pieces[-1].row + pieces[-1].rows]
@@ -140,18 +139,18 @@ class _Batch:
         return rows_RW
 
     def reduce(self, values: Tensor, out_KR: Tensor) -> None:
-        """Reduce rows: the norm in units of the last column, zeros with padding and non-finite."""
+        """Reduce rows; norms are in units of the last column, zeros include padding and NaN/inf."""
         columns = out_KR.unbind()
         magnitudes, marks = self.magnitudes[: len(values)], self.marks[: len(values)]
         amax_R = columns[StatField.AMAX]
         torch.amax(torch.abs(values, out=magnitudes), 1, out=amax_R)
-        if not self.look or not amax_R.numpy().max() < math.inf:  # NaN is no less than anything
+        if not self.look or not amax_R.numpy().max() < math.inf:  # False for NaN
             finite = torch.nan_to_num(values, 0.0, 0.0, 0.0, out=self.finite[: len(values)])
-            torch.ne(finite, values, out=marks)  # NaN differs from 0 as well
+            torch.ne(finite, values, out=marks)  # also True for NaN
             torch.sum(marks, 1, out=columns[StatField.NON_FINITE])
             values = finite
             torch.amax(torch.abs(values, out=magnitudes), 1, out=amax_R)
-        # What is passed over below would have counted nothing: its columns keep their zeros.
+        # Passes that are skipped below would count nothing, and their columns are 0 already.
         least = float(magnitudes.amin().numpy()) if self.look else 0.0
         if least == 0:
             torch.eq(magnitudes, 0, out=marks)
@@ -159,12 +158,12 @@ class _Batch:
         if least < self.limit:
             torch.lt(magnitudes, self.subnormal, out=marks)
             torch.sum(marks, 1, out=columns[StatField.SUBNORMALS])
-            # No less than none: bounds of 0 or NaN have no zeros below them.
+            # Not negative: with a bound of 0 or NaN, zeros are not below the bound.
             columns[StatField.SUBNORMALS].sub_(columns[StatField.ZEROS]).clamp_min_(0)
         self._add_norms(values, columns)
 
     def _add_norms(self, values: Tensor, columns: Sequence[Tensor]) -> None:
-        """Take the norms of rows in units that keep squares inside the range of fp32."""
+        """Compute the norms of rows in units that keep squares in the range of fp32."""
         amax_R, unit_R = columns[StatField.AMAX], columns[_UNIT]
         if self.look:
             amax = amax_R.numpy()
@@ -176,8 +175,8 @@ class _Batch:
 
 
 def _merge(partials_KR: Tensor, plan: _Plan) -> Tensor:
-    """Merge the rows of each tensor, always in the same order."""
-    # Squared in float64, where no square overflows.
+    """Merge the rows of each tensor in a fixed order."""
+    # Squared in float64, where squares do not overflow.
     norms_R = partials_KR[StatField.SUM_OF_SQUARES]
     norms_R.mul_(partials_KR[_UNIT]).square_()
     totals_2NK = _segments(partials_KR[:_UNIT].T, plan.segments, "sum").view(2, -1, _UNIT)
@@ -192,8 +191,8 @@ def _merge(partials_KR: Tensor, plan: _Plan) -> Tensor:
 
 
 def _segments(rows_RK: Tensor, lengths: tuple[int, ...], reduce: Literal["sum", "max"]) -> Tensor:
-    """Reduce rows that follow each other; without rows, sums are 0 and maxima -inf."""
-    # In a fixed order, unlike `index_add_`, whose atomics would give other bits every time.
+    """Reduce consecutive rows per segment; empty segments give sums of 0 and maxima of -inf."""
+    # In a fixed order, unlike `index_add_`, whose atomics are not deterministic.
     if rows_RK.device.type in ("cpu", "cuda"):
         on_device = send(torch.tensor(lengths), rows_RK.device)
         reduced: Tensor = torch.segment_reduce(
@@ -206,7 +205,7 @@ def _segments(rows_RK: Tensor, lengths: tuple[int, ...], reduce: Literal["sum", 
 def _segments_in_turn(
     rows_RK: Tensor, lengths: tuple[int, ...], reduce: Literal["sum", "max"]
 ) -> Tensor:
-    """Do the same where torch has no `segment_reduce`, such as MPS, by a kernel a segment."""
+    """Reduce one segment at a time, for devices without `segment_reduce`, such as MPS."""
     pieces = rows_RK.split(lengths)
     if reduce == "sum":
         return torch.stack([piece.sum(0) for piece in pieces])

@@ -1,17 +1,17 @@
-"""The Triton path of `tensor_stats`: a launch a format, and one more that merges their parts.
+"""The Triton path of `tensor_stats`: one launch per dtype, and one launch that merges chunks.
 
 Shapes:
-    N: tensors. C: chunks of all tensors together. K: columns of `StatField`. BLOCK: elements that a
-    program holds at a time.
+    N: tensors. C: chunks of all tensors. K: columns of `StatField`. BLOCK: elements that a program
+    holds at a time.
 
-A program reads one chunk of one tensor and stores what it found in a place of its own; a second
-kernel merges a tensor's chunks in their order. So there are no atomics, and the same input gives
-the same bits. Zeros, subnormals and what is not finite are told by bit patterns: magnitudes of fp32
-are ordered like the integers of their bits, whatever a GPU flushes to zero. Squares are summed in
-float64, where those of fp32 values neither overflow nor vanish.
+Each program reads one chunk of one tensor and stores its partial statistics; a second kernel merges
+the chunks of each tensor in order. So there are no atomics, and results are bitwise reproducible.
+Zeros, subnormals and non-finite values are detected by their bits: fp32 magnitudes are ordered like
+the integers of their bits, even if a GPU flushes subnormals to zero. Squares are summed in float64,
+where squares of fp32 values neither overflow nor underflow.
 
-Addresses come as integers, of which Triton knows nothing. Blocks are read in vectors where they are
-whole and the tensor's address is aligned to 16 bytes; elsewhere element by element, under a mask.
+Addresses are passed as integers, about which Triton knows nothing. Full blocks of tensors with
+16-byte aligned addresses are read in vectors; other blocks are read element by element with a mask.
 """
 
 from collections.abc import Sequence
@@ -30,21 +30,21 @@ from lightning_mp.numerics.triton_support import launching_on
 __all__ = ["CHUNK", "COLUMNS", "fused_stats", "merge_stats_kernel", "stats_kernel"]
 
 COLUMNS = ("address", "size", "is_aligned", "first_chunk", "num_chunks")
-"""What `table`, int64 of shape (N, len(COLUMNS)), says of each tensor."""
+"""Columns of `table`, int64 of shape (N, len(COLUMNS)), with one row per tensor."""
 _FORMATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _VECTOR_BYTES = 16
 _NUM_WARPS = 4
-# Eight elements a thread: 32 bytes of fp32, 16 of what is half.
+# 8 elements per thread: 32 bytes in fp32, 16 bytes in half precision.
 BLOCK = tl.constexpr(8 * 32 * _NUM_WARPS)
-# Masked ones have a size of their own, or Triton would lay both out alike, neighbours in a thread.
+# A different size for masked blocks, or Triton would use one layout for both kinds of blocks.
 MASKED_BLOCK = tl.constexpr(BLOCK.value // 2)
-# A byte counts up to 255, and an element of a masked block is met 32 times.
+# A count has 8 bits, up to 255, and each element of a masked block counts at most 32 times.
 CHUNK = tl.constexpr(16 * BLOCK.value)
 
 _WIDTH = tl.constexpr(len(COLUMNS))
 _SIZE, _IS_ALIGNED, _FIRST, _COUNT = (tl.constexpr(column) for column in range(1, 5))
 _K = tl.constexpr(len(StatField))
-_PADDED_K = tl.constexpr(triton.next_power_of_2(len(StatField)))  # as `tl.arange` wants it
+_PADDED_K = tl.constexpr(triton.next_power_of_2(len(StatField)))  # `tl.arange` needs a power of 2
 _AMAX = tl.constexpr(int(StatField.AMAX))
 _ZEROS = tl.constexpr(int(StatField.ZEROS))
 _SUBNORMALS = tl.constexpr(int(StatField.SUBNORMALS))
@@ -60,12 +60,12 @@ def stats_kernel(table, tensor_of_chunk, subnormal, partials, first_chunk, FORMA
     """Store the statistics of one chunk of one tensor.
 
     Args:
-        table: As `COLUMNS` says.
+        table: See `COLUMNS`.
         tensor_of_chunk: int64 of shape (C,).
-        subnormal: One element of fp32: magnitudes below are subnormal.
+        subnormal: One fp32 element; smaller magnitudes are subnormal.
         partials: float64 of shape (C, K).
-        first_chunk: Number of the first chunk of this format.
-        FORMAT: Of the tensors.
+        first_chunk: Index of the first chunk of this dtype.
+        FORMAT: dtype of the tensors.
     """
     chunk = first_chunk + tl.program_id(0).to(tl.int64)
     of_tensor = table + tl.load(tensor_of_chunk + chunk) * _WIDTH
@@ -75,7 +75,7 @@ def stats_kernel(table, tensor_of_chunk, subnormal, partials, first_chunk, FORMA
     whole = tl.where(is_aligned, count // BLOCK * BLOCK, 0)
     address = tl.load(of_tensor)
     below = _bits_of_bound(subnormal)
-    # Pointers are made twice: a hint is one for all uses of what it is given to.
+    # Two pointers, because an alignment hint applies to all uses of a pointer.
     aligned = tl.multiple_of(_at(address, FORMAT) + start, 16)
     amax, marks, squares = _none(BLOCK)
     for at in range(0, whole, BLOCK):
@@ -98,10 +98,10 @@ def stats_kernel(table, tensor_of_chunk, subnormal, partials, first_chunk, FORMA
 
 @triton.jit
 def merge_stats_kernel(table, partials, stats):
-    """Merge the chunks of one tensor, without any of which it has no values.
+    """Merge the chunks of one tensor; an empty tensor has no chunks.
 
     Args:
-        table: As `COLUMNS` says.
+        table: See `COLUMNS`.
         partials: float64 of shape (C, K).
         stats: float64 of shape (N, K).
     """
@@ -122,14 +122,14 @@ def merge_stats_kernel(table, partials, stats):
 
 @triton.jit
 def _at(address, FORMAT: tl.constexpr):
-    """Return a pointer; to bf16 as to integers, which nothing takes for numbers."""
+    """Return a pointer; bf16 is loaded as int16, without any conversion."""
     LOADED: tl.constexpr = tl.int16 if FORMAT.is_bf16() else FORMAT
     return address.to(tl.pointer_type(LOADED))
 
 
 @triton.jit
 def _widened(x, FORMAT: tl.constexpr):
-    """Return fp32 values. bf16 is the upper half of them: a shift keeps its subnormals."""
+    """Return fp32 values; bf16 is their upper half, and a shift keeps subnormals."""
     if FORMAT.is_bf16():
         return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -137,7 +137,7 @@ def _widened(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def _none(SIZE: tl.constexpr):
-    """Return what `_add` starts from: bits of magnitudes, three counts in a word, and sums."""
+    """Return initial values for `_add`: magnitude bits, three counts in one word, and sums."""
     return tl.zeros([SIZE], tl.int32), tl.zeros([SIZE], tl.uint32), tl.zeros([SIZE], tl.float64)
 
 
@@ -147,7 +147,7 @@ def _add(x, mask, below, amax, marks, squares):
     bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS
     is_finite = bits < _INF_BITS
     amax = tl.maximum(amax, tl.where(is_finite, bits, 0))
-    is_zero = (bits == 0) & mask  # what lies behind the end was loaded as 0
+    is_zero = (bits == 0) & mask  # masked elements were loaded as 0
     marks += is_zero.to(tl.uint32)
     marks += ((bits > 0) & (bits < below)).to(tl.uint32) << 8
     marks += (bits >= _INF_BITS).to(tl.uint32) << 16
@@ -162,21 +162,21 @@ def _count(marks, SHIFT: tl.constexpr):
 
 @triton.jit
 def _bits_of_bound(bound):
-    """Return the bits of a positive bound, none of NaN: nothing is below it."""
+    """Return the bits of a positive bound, 0 for NaN, so that no value is below."""
     value = tl.load(bound)
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits > _INF_BITS, 0, bits)
 
 
 def fused_stats(values: Sequence[Tensor], subnormal: Tensor) -> Tensor:
-    """Return what `row_stats` does, every value read once and squares summed in float64.
+    """Compute the same as `row_stats`, reading every value once and summing squares in float64.
 
     Args:
-        values: Contiguous vectors of fp16, bf16 or fp32, of any length, on one device.
-        subnormal: Magnitudes below are subnormal. fp32 of no dimension, on that device.
+        values: Contiguous vectors of fp16, bf16 or fp32 of any length on one device.
+        subnormal: Magnitudes below this bound are subnormal. A 0-d fp32 tensor on the device.
 
     Raises:
-        ValueError: A tensor has another dtype, another device, or gaps.
+        ValueError: A tensor has another dtype or device, or is not contiguous.
     """
     device = subnormal.device
     for tensor in values:
@@ -185,15 +185,15 @@ def fused_stats(values: Sequence[Tensor], subnormal: Tensor) -> Tensor:
             raise ValueError(
                 f"Passed a tensor of {tensor.dtype} on {tensor.device}, of shape "
                 f"{list(tensor.shape)} and strides {tensor.stride()}. Tensors must be contiguous "
-                f"vectors of fp16, bf16 or fp32 on {device}. Go through `tensor_stats`."
+                f"vectors of fp16, bf16 or fp32 on {device}. Call `tensor_stats` instead."
             )
-    # One launch serves one format, so the chunks of each must follow one another.
+    # One launch per dtype, so the chunks of a dtype must be consecutive.
     order = [i for dtype in _FORMATS for i, tensor in enumerate(values) if tensor.dtype == dtype]
     table_NT, tensor_of_chunk_C = _table(values, order)
     counts_N = table_NT[:, COLUMNS.index("num_chunks")]
     options: dict[str, Any] = {"num_warps": _NUM_WARPS, "enable_fp_fusion": True}
     with launching_on(device):
-        # Both in one copy.
+        # One copy for both.
         packed = torch.from_numpy(np.concatenate([table_NT.ravel(), tensor_of_chunk_C]))
         table, tensor_of_chunk = send(packed, device).split([table_NT.size, len(tensor_of_chunk_C)])
         partials_CK = subnormal.new_empty(
@@ -213,10 +213,10 @@ def fused_stats(values: Sequence[Tensor], subnormal: Tensor) -> Tensor:
 
 
 def _table(values: Sequence[Tensor], order: Sequence[int]) -> tuple[Any, Any]:
-    """Return what `COLUMNS` says, and the tensor of each chunk, with tensors taken in `order`."""
+    """Return the table of `COLUMNS` and the tensor of each chunk, with tensors in `order`."""
     table_NT = np.empty((len(values), len(COLUMNS)), dtype=np.int64)
     address_N, size_N, is_aligned_N, first_N, count_N = table_NT.T
-    # A table of integers: a kernel cannot take a list of pointers of any length.
+    # A table of integers, because a kernel cannot take a list of pointers.
     address_N[:] = [tensor.data_ptr() for tensor in values]
     size_N[:] = [tensor.numel() for tensor in values]
     is_aligned_N[:] = address_N % _VECTOR_BYTES == 0

@@ -1,4 +1,4 @@
-"""The columns of a packed tensor of statistics, and what the host makes of them.
+"""The columns of a packed tensor of statistics, and a view of them on the host.
 
 Legend: `N` tensors, `K` columns of `StatField`.
 """
@@ -21,40 +21,40 @@ _Numbers = npt.NDArray[np.float64]
 class StatField(IntEnum):
     """The columns of `tensor_stats`, in their order.
 
-    All but `NON_FINITE` look at finite values only: one NaN must not hide what the other million
-    gradients do. Counts are whole numbers, exact up to 2^53 in float64.
+    All columns but `NON_FINITE` describe the finite values only, so that one NaN does not hide a
+    million other gradients. Counts are exact integers up to 2^53 in float64.
     """
 
     AMAX = 0
-    """The largest magnitude; 0 without finite values."""
+    """Largest magnitude; 0 without finite values."""
 
     ZEROS = 1
-    """How many values are exactly 0."""
+    """Number of zeros."""
 
     SUBNORMALS = 2
-    """How many are not 0, but below 2^-14 in magnitude once they are scaled."""
+    """Number of non-zero values whose scaled magnitude is below 2^-14."""
 
     NON_FINITE = 3
-    """How many are NaN, inf or -inf."""
+    """Number of NaN, inf and -inf."""
 
     SUM_OF_SQUARES = 4
-    """The sum of the squares of the finite values."""
+    """Sum of squares of the finite values."""
 
 
 @dataclass(frozen=True, eq=False)
 class TensorStats:
-    """Statistics of named tensors on the host, with the shares and means that alarms look at.
+    """Statistics of named tensors on the host, with the shares that alarms use.
 
-    Counts alone mislead: 40,000 zeros are nothing in a 38M embedding and everything in a bias.
-    Properties are dictionaries from names to numbers; `column` gives a statistic as an array.
+    Counts alone mislead: 40,000 zeros are negligible in an embedding of 38M values but not in a
+    bias. Properties map names to numbers; `column` returns a statistic as an array.
 
     Args:
-        names: Dotted names, all different.
-        numels: How many values each tensor stored, as by `stored_numels`.
-        stats_NK: What `tensor_stats` returned, on the host; any float dtype.
+        names: Distinct dotted names.
+        numels: Number of stored values of each tensor, from `stored_numels`.
+        stats_NK: Result of `tensor_stats` on the host, in any float dtype.
 
     Raises:
-        ValueError: Lengths differ, or a name comes twice.
+        ValueError: Lengths differ, or a name occurs twice.
     """
 
     names: Sequence[str]
@@ -66,55 +66,55 @@ class TensorStats:
         if shape != (count, len(StatField)) or len(self.numels) != count:
             raise ValueError(
                 f"Passed `TensorStats` {count} names, {len(self.numels)} sizes and statistics of "
-                f"shape {list(shape)}. There must be one name, one size and one row of "
-                f"{len(StatField)} a tensor. Pass those of the tensors that `tensor_stats` got."
+                f"shape {list(shape)}. Each tensor needs one name, one size and one row of "
+                f"{len(StatField)} statistics. Pass them for the tensors given to `tensor_stats`."
             )
-        if len(set(names)) < count:  # a dictionary would lose one of them
+        if len(set(names)) < count:  # a dictionary would lose one
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(
-                f"Passed `TensorStats` the name {twice!r} twice. Names must differ. Prefix them, "
-                "as by the optimizer they belong to."
+                f"Passed `TensorStats` the name {twice!r} twice. Names must differ. Add a "
+                "prefix, such as the name of the optimizer."
             )
 
     def column(self, field: StatField) -> _Numbers:
-        """Return one statistic of all tensors, in the order of their names."""
+        """Return one statistic of all tensors, in the order of `names`."""
         return self.stats_NK[:, field]
 
     @cached_property
     def amax(self) -> dict[str, float]:
-        """The largest finite magnitudes."""
+        """Largest finite magnitude."""
         return self._named(self.column(StatField.AMAX))
 
     @cached_property
     def non_finite(self) -> dict[str, int]:
-        """How many values are NaN or infinite."""
+        """Number of NaN and infinite values."""
         return {name: int(n) for name, n in self._named(self.column(StatField.NON_FINITE)).items()}
 
     @cached_property
     def zero_share(self) -> dict[str, float]:
-        """Exact zeros as a share of all values, 0 to 1; 0 for an empty tensor."""
+        """Share of zeros, from 0 to 1; 0 for an empty tensor."""
         return self._named(self._share(StatField.ZEROS))
 
     @cached_property
     def subnormal_share(self) -> dict[str, float]:
-        """What is subnormal in fp16 at the scale given, flushed values included, as a share."""
+        """Share of values that are subnormal or flushed to zero in fp16 at the given scale."""
         return self._named(self._share(StatField.SUBNORMALS))
 
     def headroom_bits(self, scale: float = 1.0) -> dict[str, float]:
-        """Return how many doublings the largest magnitude is away from overflow in fp16.
+        """Return the number of doublings between the largest magnitude and overflow in fp16.
 
-        `log2(65504 / (amax * scale))`; negative where values overflow, inf where all are 0.
+        `log2(65504 / (amax * scale))`; negative if values overflow, inf if all values are 0.
 
         Args:
-            scale: The loss scale at which values are held.
+            scale: Loss scale of the stored values.
         """
         with np.errstate(divide="ignore"):
-            # log2(0) is meant: it gives a tensor of zeros its inf, without a warning.
+            # log2(0) is intended: tensors of zeros have a headroom of inf.
             bits = np.log2(_FP16_LARGEST / scale) - np.log2(self.column(StatField.AMAX))
         return self._named(bits)
 
     def _share(self, field: StatField) -> _Numbers:
-        # An empty tensor has no zeros among no values: a share of 0.
+        # Shares of an empty tensor are 0.
         return self.column(field) / np.maximum(np.asarray(self.numels, dtype=np.float64), 1)
 
     def _named(self, numbers: _Numbers) -> dict[str, float]:

@@ -124,7 +124,10 @@ def test_auto_takes_torch_tiles_on_a_cpu() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "reason"),
-    [(torch.float32, "it is no CUDA device"), (torch.float64, "tensor cores would round")],
+    [
+        (torch.float32, "the device is not a CUDA device"),
+        (torch.float64, "tensor cores would round"),
+    ],
 )
 def test_triton_on_a_cpu_says_where_it_runs(dtype: torch.dtype, reason: str) -> None:
     image, text, *_ = leaves(4, 8, dtype)

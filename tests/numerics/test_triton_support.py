@@ -104,7 +104,7 @@ def test_triton_that_is_not_installed_is_named(
 
 
 def test_cpu_is_no_cuda_device() -> None:
-    assert triton_problem(torch.device("cpu")) == "it is no CUDA device"
+    assert triton_problem(torch.device("cpu")) == "the device is not a CUDA device"
     features = torch.randn(4, 8)
-    with pytest.raises(ValueError, match="it is no CUDA device"):
+    with pytest.raises(ValueError, match="the device is not a CUDA device"):
         ContrastiveLoss(backend="triton")(features, features, 5.0)
