@@ -58,7 +58,7 @@ def test_tensors_without_values_have_shares_of_zero() -> None:
     [
         ({"names": ("a",)}, "1 names, 2 sizes and statistics of shape [2, 5]"),
         ({"numels": (1, 2, 3)}, "2 names, 3 sizes"),
-        ({"stats_NK": np.zeros((2, 7))}, "shape [2, 7]. There must be"),
+        ({"stats_NK": np.zeros((2, 7))}, "shape [2, 7]. Each tensor"),
         ({"names": ("a", "a")}, "the name 'a' twice"),
     ],
 )
