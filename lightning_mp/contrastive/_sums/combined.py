@@ -1,20 +1,20 @@
 """The contrastive loss of several directions in one softmax, and with weighted negatives.
 
 Shapes:
-    B: global batch. b: this rank's images. n: its texts, of which the first b belong to the images.
+    B: global batch. b: images of this rank. n: its texts; text i belongs to image i for i < b.
     D: feature width. W: ranks. P: log-sum-exps of a pair.
 
-Of pair i, the negatives of each direction have a log-sum-exp `neg_i^p`: texts for its image, images
-for its text, other images for its image, other texts for its text. With c directions that hold the
-positive,
+For pair i, the negatives of each direction p have a log-sum-exp `neg_i^p`: texts for its image,
+images for its text, other images for its image, other texts for its text. If c directions contain
+the positive,
 
     joint: log(c exp(pos_i) + sum_p exp(neg_i^p)) - pos_i = log(c + sum_p exp(neg_i^p - pos_i)),
     each:  the mean over p of softplus(neg_i^p - pos_i).
 
-A part is one sweep of rows against columns. What autograd returns for its log-sum-exps, between 0
-and 1, goes into the second sweep, as in `targeted`. Hardness `a` adds `a` times the similarity, as
-a constant, to negatives of the direction from image to text: their exponentials are those of
-the scale `s + a`, and gradients those of `s`.
+A part is one sweep of rows against columns. Autograd's gradients of its log-sum-exps, between 0 and
+1, enter the second sweep, as in `targeted`. Hardness `a` adds `a` times the similarity, without
+gradient, to the negatives of image to text: their exponentials have the scale `s + a`, their
+gradients the scale `s`.
 """
 
 import dataclasses
@@ -38,11 +38,11 @@ class _Part(NamedTuple):
     """One sweep of rows against columns.
 
     Args:
-        plan: Of these rows and columns.
-        has_rows: Whether the log-sum-exps of rows count.
-        has_columns: Whether those of columns do.
-        rows_are_images: Else they are the images' own texts.
-        columns_are_images: Else they are all texts.
+        plan: The plan for these rows and columns.
+        has_rows: Whether the loss uses the log-sum-exps of the rows.
+        has_columns: Whether the loss uses the log-sum-exps of the columns.
+        rows_are_images: Whether rows are images; otherwise they are the texts of the images.
+        columns_are_images: Whether columns are images; otherwise they are all texts.
     """
 
     plan: Plan
@@ -53,7 +53,7 @@ class _Part(NamedTuple):
 
 
 def combined_loss(plan: Plan) -> SweepResult:
-    """Return the loss and its gradients; up to four units of work for each part."""
+    """Return the loss and its gradients: up to four units of work for each part."""
     request, state, b = plan.request, plan.state, len(plan.request.image)
     image_bD, text_bD = request.image, request.text[: len(request.image)]
     scale = request.scale.to(state).reshape(())
@@ -93,7 +93,7 @@ def combined_loss(plan: Plan) -> SweepResult:
             target.addcmul_(of_columns, scale.to(plan.dtype))
     d_scale, loss = plan.exchange.all_reduce(torch.stack([d_scale, total.detach()]) * unit).unbind()
     factor = unit * plan.exchange.world_size
-    # No views: the outputs of an operator share no memory.
+    # No views, because outputs of an operator must not share memory.
     return SweepResult(
         loss.clone(), d_image_bD.mul_(factor), d_text_nD.mul_(factor), d_scale=d_scale.clone()
     )
@@ -101,7 +101,7 @@ def combined_loss(plan: Plan) -> SweepResult:
 
 def _parts(plan: Plan) -> list[_Part]:
     request, (to_text, to_image) = plan.request, plan.has_terms
-    # The scale's gradient is a sum over the rows' ones.
+    # The scale's gradient is a sum over gradients of the rows.
     plan = dataclasses.replace(
         plan, computes_grad=RowsColumns(True, plan.needs_grad.text), thresholds=None
     )
@@ -133,14 +133,14 @@ def _parts(plan: Plan) -> list[_Part]:
 def _terms(
     plan: Plan, image_bD: Tensor, text_bD: Tensor, scale: Tensor, negs: Sequence[Tensor]
 ) -> Tensor:
-    """Return what each pair adds to the loss, times B."""
+    """Return the term of each pair, B times its part of the loss."""
     pos_b = dots(image_bD, text_bD, scale.dtype) * scale
     # A positive of +inf is an overflow, not a loss of 0.
     pos_b = pos_b.masked_fill(pos_b == torch.inf, torch.nan)
     margin_Pb = torch.stack(list(negs)) - pos_b
     if plan.request.partition == "joint":
         positives_1b = torch.full_like(margin_Pb[:1], math.log(sum(plan.has_terms)))
-        # With a finite term, so that rows without negatives have gradients of 0.
+        # The finite first term gives rows without negatives a gradient of 0.
         return torch.cat([positives_1b.detach(), margin_Pb]).logsumexp(0)
     return torch.logaddexp(margin_Pb, margin_Pb.new_zeros(())).mean(0)
 
@@ -148,13 +148,13 @@ def _terms(
 def _gradients(
     part: _Part, row_neg: Tensor, column_neg: Tensor, d_row: Tensor | None, d_column: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return what the negatives of a part add to its rows' and its columns' gradients."""
+    """Return the gradients of a part's rows and columns through its negatives."""
     row_lse_b = torch.full_like(row_neg, torch.inf)
     column_lse_n = torch.full_like(column_neg, torch.inf)
     if d_row is not None:
         row_lse_b = shifted(row_neg, d_row)
     if d_column is not None:
-        # Texts beyond the images' own have no term.
+        # Texts without an image have no term.
         column_lse_n[: len(d_column)] = shifted(column_neg[: len(d_column)], d_column)
     visitor = Gradients(part.plan, row_lse_b, _nothing_stored(part.plan))
     ((of_rows, of_columns),) = sweep(part.plan, [visitor], column_lse_n)

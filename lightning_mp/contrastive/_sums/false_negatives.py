@@ -1,4 +1,4 @@
-"""The similarity above which a negative is taken for a false one, for each image and text.
+"""False-negative thresholds: the similarity above which a pair is omitted, per image and text.
 
 Shapes:
     b: images of this rank. n: its texts. D: feature width.
@@ -19,15 +19,14 @@ __all__ = ["thresholds_of"]
 
 @torch.no_grad()
 def thresholds_of(request: Request, tiles: TileBackend) -> Thresholds:
-    """Return what each image and each text takes for a false negative, by its own positive.
+    """Return the threshold of each image and text, derived from the similarity of its positive.
 
-    A limit is raised by what rounding moves a similarity: without a margin a copy of the positive
-    would be left out by chance, in one sweep and not in the other.
+    Each threshold is raised by the rounding error of a similarity. Otherwise, without a margin, a
+    copy of the positive would be omitted by chance, possibly in one of the two sweeps only.
 
     Args:
-        request: Features, the rule, its margin, and guides if they judge; texts beyond the images'
-            own have no limit.
-        tiles: What works the similarities out.
+        request: The request; texts without an image have an infinite threshold.
+        tiles: The tile backend that computes the similarities.
     """
     image_bD, text_nD = request.image, request.text
     b, state = len(image_bD), state_dtype(image_bD.device)
@@ -38,20 +37,19 @@ def thresholds_of(request: Request, tiles: TileBackend) -> Thresholds:
     if request.false_negatives == "absolute":
         threshold_b = threshold_b - request.margin
     else:
-        # Of its magnitude: the limit of a negative similarity is below it too.
+        # Relative to the magnitude, so that the threshold of a negative similarity is below it.
         threshold_b = threshold_b - threshold_b.abs() * request.margin
-    # The constant is that of maxima, which no limit is compared with.
+    # The constant part of the error concerns maxima only.
     rounding, _ = tiles.rounding(left.shape[1], left.dtype, of_guides=bool(guides))
     norms_b = (torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (left, right[:b]))
-    # The positive's own norms are also those of its copies.
+    # Copies of the positive have the same norms.
     threshold_b = threshold_b + rounding * math.prod(norms_b)
-    # No similarity is above infinity: texts without an image leave nothing out.
     threshold_n = threshold_b.new_full((len(text_nD),), torch.inf)
     threshold_n[:b] = threshold_b
     return Thresholds(threshold_b, threshold_n, (left, right) if guides else None)
 
 
 def _as_multiplied(guide_nG: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return guides whose products the tiles sum in `dtype`, as they stand in memory."""
+    """Return contiguous guides whose products tiles accumulate in `dtype`."""
     is_double = torch.float64 in (guide_nG.dtype, dtype)
     return (guide_nG.to(dtype) if is_double else guide_nG).contiguous()

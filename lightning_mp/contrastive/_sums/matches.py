@@ -1,11 +1,11 @@
-"""Which texts belong to which images over all ranks, as matrices that are multiplied without being.
+"""Which texts belong to which images, as implicit matrices: only their products are computed.
 
-Each is a matrix M of zeros and ones, images by texts, over all ranks. What the losses need of it
-are products with features, `M @ text` and `M.T @ image`, and these are sums over groups: O((b + n)
-D) in memory and time, where M has `b n` elements.
+Each is a matrix M of zeros and ones, images by texts, over all ranks. The losses need the products
+`M @ text` and `M.T @ image` only. These are sums over groups, O((b + n) D) in memory and time,
+while M has `b n` elements.
 
 Shapes:
-    b: images of this rank. n: its texts. m: texts that visit. D: width of what is multiplied.
+    b: images of this rank. n: its texts. m: visiting texts. D: width of the multiplied tensor.
 """
 
 from typing import NamedTuple, Protocol
@@ -20,7 +20,7 @@ __all__ = ["Everything", "Groups", "Listed", "Match", "Own", "Unmasked"]
 
 
 class Match(Protocol):
-    """M, by its products."""
+    """Interface of M: its products."""
 
     def to_rows(self, x_nD: Tensor) -> Tensor:
         """Return this rank's rows of `M @ x`, (b, D), from the `x_nD` of all ranks."""
@@ -32,7 +32,7 @@ class Match(Protocol):
 
 
 class Own(NamedTuple):
-    """Text i belongs to image i, and no other does."""
+    """Text i belongs to image i and to no other image."""
 
     b: int
     n: int
@@ -47,12 +47,12 @@ class Own(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Images and texts of equal ids belong to each other, on whatever ranks they are.
+    """Images and texts with equal ids belong together, on any ranks.
 
     Args:
-        ids_n: What the texts show, int64; the first b also say what the images do.
-        b: Images.
-        exchange: How what is summed travels.
+        ids_n: Ids of the texts, int64; the first b are also those of the images.
+        b: Number of images.
+        exchange: The exchange of rows between ranks.
     """
 
     ids_n: Tensor
@@ -65,13 +65,13 @@ class Groups(NamedTuple):
 
     def to_columns(self, x_bD: Tensor) -> Tensor:
         """Return `M.T @ x`, see `Match`."""
-        # Shards are as long as a rank has texts; zeros add nothing to any group.
+        # Shards have one row per text; zeros do not change the sums.
         return self._sums(self.ids_n, _padded(x_bD, len(self.ids_n)))
 
     def _sums(self, ids: Tensor, x_nD: Tensor) -> Tensor:
-        """Return for each of `ids` the sum of what comes with an equal one."""
+        """Return for each of `ids` the sum of the rows with an equal id."""
         sorted_ids = ids.sort().values
-        # The place of an id is that of the first equal one; what has none here goes past the end.
+        # The index of an id is that of the first equal one; unknown ids get the index past the end.
         sums = x_nD.new_zeros(len(ids) + 1, *x_nD.shape[1:])
         for visit in self.exchange.visit([x_nD, self.ids_n]):
             x_mD, ids_m = visit.columns
@@ -82,10 +82,7 @@ class Groups(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Images belong to texts of this rank that a list names.
-
-    No pair of image and text comes twice.
-    """
+    """Pairs of images and texts of this rank, listed without repetition."""
 
     images_e: Tensor
     texts_e: Tensor
@@ -121,13 +118,13 @@ class Everything(NamedTuple):
         return self._total(x_bD, self.n)
 
     def _total(self, x_nD: Tensor, count: int) -> Tensor:
-        # The rounding of this sum would go into every row.
+        # Summed in a wide dtype, because its rounding error enters every row.
         total = self.exchange.all_reduce(x_nD.sum(0, dtype=state_dtype(x_nD.device)))
         return total.to(x_nD.dtype).expand(count, *total.shape)
 
 
 class Unmasked(NamedTuple):
-    """All texts belong to all images, but for those of equal ids that are not their own."""
+    """All texts belong to all images, except texts with equal ids that are not the image's own."""
 
     everything: Everything
     groups: Groups
@@ -136,7 +133,7 @@ class Unmasked(NamedTuple):
     def to_rows(self, x_nD: Tensor) -> Tensor:
         """Return `M @ x`, see `Match`."""
         every, group, own = (match.to_rows(x_nD) for match in self)
-        # The own one is in its group as well, and is to stay.
+        # The own text is also in its group, and remains.
         return every - group + own
 
     def to_columns(self, x_bD: Tensor) -> Tensor:
@@ -146,14 +143,14 @@ class Unmasked(NamedTuple):
 
 
 def add_rows(total: Tensor, places: Tensor, x_mD: Tensor) -> None:
-    """Add rows at places, some of which may be the same, in an order that no run changes."""
+    """Add rows at places, which may repeat, in a fixed order."""
     if total.device.type == "cpu":
         total.index_add_(0, places, x_mD)
-    else:  # `index_add_` would be in the order of the run, this sorts
+    else:  # sorts, while the order of `index_add_` would vary
         total.index_put_((places,), x_mD, accumulate=True)
 
 
 def _padded(x_bD: Tensor, n: int) -> Tensor:
-    """Return n rows, those past the end zeros."""
+    """Return n rows, padded with zeros."""
     rest = x_bD.new_zeros(n - len(x_bD), *x_bD.shape[1:])
     return torch.cat([x_bD, rest]) if len(rest) else x_bD

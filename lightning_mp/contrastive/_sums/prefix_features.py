@@ -1,13 +1,13 @@
-"""Prefixes of features, brought to norm 1, and what that makes of their gradients.
+"""Prefixes of features, their normalisation, and its gradient.
 
 Shapes:
     n: rows. D: full width. d: width of a prefix.
 
-What normalisation makes of a gradient is linear: with `x_d = prefix / |prefix|`,
+The gradient of the normalisation `x_d = prefix / |prefix|` is linear in dL/dx_d,
 
     dL/dprefix = (dL/dx_d - <dL/dx_d, x_d> x_d) / |prefix|,
 
-of any part of dL/dx_d, and prefixes of other widths are added to it.
+so it applies to each part of dL/dx_d, and the gradients of several prefixes add up.
 """
 
 from typing import NamedTuple
@@ -32,14 +32,14 @@ def prefixes_of(request: Request) -> list["Prefix"]:
 
 
 class Prefix(NamedTuple):
-    """A prefix, and how much its loss counts in the sum."""
+    """A prefix and the weight of its loss in the sum."""
 
     width: int
     weight: float
     is_normalized: bool
 
     def of(self, features_nD: Tensor) -> "PrefixFeatures":
-        """Return the prefixes of features."""
+        """Return the prefix of each row."""
         part_nd = features_nD[:, : self.width]
         if not self.is_normalized:
             return PrefixFeatures(part_nd.contiguous(), None)
@@ -49,15 +49,15 @@ class Prefix(NamedTuple):
 
 
 class PrefixFeatures(NamedTuple):
-    """Features of one prefix, and the norms that they had."""
+    """Features of one prefix, and their norms before normalisation."""
 
     features_nd: Tensor
     norm_n1: Tensor | None
 
     def add_gradient(self, total_nD: Tensor, grad_nd: Tensor, weight: float) -> None:
-        """Add a gradient for the prefix's features to that of the full ones, in place."""
+        """Add the gradient of the prefix to the gradient of the full features, in place."""
         if self.norm_n1 is not None:
-            # What points along the feature changes its norm alone, which normalising takes away.
+            # The component along the feature changes the norm only, which normalisation removes.
             unit_nd = self.features_nd.to(grad_nd.dtype)
             along_n1 = (grad_nd * unit_nd).sum(1, keepdim=True)
             grad_nd = grad_nd.addcmul(along_n1, unit_nd, value=-1.0).div_(self.norm_n1)

@@ -1,12 +1,12 @@
-"""The contrastive losses of nested prefixes of the features, added up in one pass over all ranks.
+"""The sum of the contrastive losses of several prefixes, computed in one pass over all ranks.
 
 Shapes:
-    b: this rank's images. n: its texts, of which the first b belong to the images. D: full width.
-    m: columns that are visiting. k: prefixes. d: width of one of them.
+    b: images of this rank. n: its texts; text i belongs to image i for i < b. D: full width.
+    m: visiting columns. k: prefixes. d: width of a prefix.
 
-The texts of other ranks travel once, at full width. While a block of them visits, every prefix is
-swept in turn, as in `softmax`, with the same workspace. Log-sum-exps travel k to a column.
-Gradients go home once, at full width, for what normalisation makes of them is linear.
+Texts are exchanged once, at full width. For each block of texts, all prefixes are swept in turn, as
+in `softmax`, with the same workspace. There are k log-sum-exps per column. Gradients are returned
+once, at full width, because the gradient of the normalisation is linear.
 """
 
 import torch
@@ -41,7 +41,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
             )
         )
         totals[1] += prefix.weight * loss
-    # All ranks return here, or none: needs are agreed.
+    # Equal on all ranks, so all of them return here or none.
     if not plan.trains:
         return SweepResult(plan.exchange.all_reduce(totals)[1])
     column_lse_nk = torch.stack([terms.column_lse_n for terms in found], 1)
@@ -50,14 +50,14 @@ def prefixes_loss(plan: Plan) -> SweepResult:
     d_image_bD = torch.zeros_like(image_bD, dtype=plan.dtype) if plan.needs_grad.image else None
     for index, (prefix, image) in enumerate(zip(prefixes, images, strict=True)):
         weight_b1 = found[index].weight_b.to(plan.dtype)[:, None]
-        # Cut once more: to keep it would take a copy of the texts for each prefix.
+        # Recomputed, because storing it would take a copy of the texts for each prefix.
         text = prefix.of(text_nD[: len(weight_b1)])
         if d_text_nD is not None:
             own_bd = image.features_nd.to(plan.dtype) * -weight_b1
             text.add_gradient(d_text_nD[: len(own_bd)], own_bd, prefix.weight)
         if d_images is not None:
             grad_bd = d_images[index].addcmul_(text.features_nd, weight_b1, value=-1.0)
-            # Of what is not projected yet: the projection takes just this out.
+            # Before `add_gradient`, which removes this component.
             along_b = row_dots(image.features_nd, grad_bd, totals.dtype)
             totals[0] += prefix.weight * along_b.sum() / plan.terms
             if d_image_bD is not None:
@@ -71,7 +71,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
 
 
 class _Negatives:
-    """The log-sum-exps of the negatives of this rank's rows and columns, as a visitor."""
+    """Visitor that computes the log-sum-exps of the negatives of rows and columns, per prefix."""
 
     def __init__(
         self,
@@ -87,25 +87,25 @@ class _Negatives:
         self._prefixes, self._images, self._prepared = prefixes, images, prepared
 
     def block(self, block: Block) -> None:
-        """Add the columns' negatives to the rows', and the rows' to theirs."""
+        """Add one block to the log-sum-exps."""
         part_km = self._rows_kb.new_empty(len(self._prefixes), len(block.text_mD))
         for index, prefix in enumerate(self._prefixes):
-            # Cut from the block here: prefixes would travel beside the features otherwise.
+            # Taken from the block, so that prefixes are not exchanged.
             text_md = prefix.of(block.text_mD).features_nd
             logits = block.logits(self._images[index].features_nd, text_md, self._stored)
             block.plan.tiles.lse_sweep(
                 logits, self._rows_kb[index], part_km[index], self._prepared[index]
             )
-        # The batch comes first in all that travels.
+        # The first dimension of all exchanged tensors is the batch.
         self._columns.add(part_km.T.contiguous())
 
     def home(self) -> tuple[Tensor, Tensor]:
-        """Return the rows' log-sum-exps, (b, k), and the columns', (n, k)."""
+        """Return the log-sum-exps of the rows, (b, k), and of the columns, (n, k)."""
         return self._rows_kb.T, self._columns.result()
 
 
 class _Gradients:
-    """The negatives' part of the gradients of the images' prefixes and the texts, as a visitor."""
+    """Visitor that computes the negatives' part of the gradients, per prefix."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Gradients:
         found: list[PairTerms],
     ) -> None:
         self._d_images = None
-        # The scale's is in that of the images; normalisation takes it out of that of the texts.
+        # The scale's gradient is computed from that of the images' normalised prefixes.
         if plan.needs_grad.image or plan.needs_grad.scale:
             self._d_images = [torch.empty_like(x.features_nd, dtype=plan.dtype) for x in images]
         self._text = plan.exchange.home("sum") if plan.needs_grad.text else None
@@ -124,7 +124,7 @@ class _Gradients:
         self._prefixes, self._images, self._found = prefixes, images, found
 
     def block(self, block: Block) -> None:
-        """Add what these columns and the rows make of each other, prefix by prefix."""
+        """Add one block to the gradients."""
         dtype, text_mD, total_mD = block.plan.dtype, block.text_mD, None
         if self._text is not None:
             total_mD = self._text.empty(text_mD, dtype).zero_()
@@ -145,5 +145,5 @@ class _Gradients:
             self._text.add(total_mD)
 
     def home(self) -> tuple[list[Tensor] | None, Tensor | None]:
-        """Return what was added for each prefix of the images, and for the texts, full width."""
+        """Return the gradients of each prefix of the images, and of the full texts."""
         return self._d_images, None if self._text is None else self._text.result()

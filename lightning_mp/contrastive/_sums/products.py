@@ -1,4 +1,4 @@
-"""Products of features that targets need, with gradients: with a `Match`, and row by row.
+"""Differentiable products of features: with a `Match`, and inner products of rows.
 
 Shapes:
     b: images of this rank. n: its texts. k: negatives of an image. D: width.
@@ -16,19 +16,19 @@ __all__ = ["dots", "to_columns", "to_rows"]
 
 
 def to_rows(match: Match, x_nD: Tensor) -> Tensor:
-    """Return `M @ x`, and differentiate it."""
+    """Return `M @ x`, differentiable."""
     rows: Tensor = _Product.apply(x_nD, match, True)
     return rows
 
 
 def to_columns(match: Match, x_bD: Tensor) -> Tensor:
-    """Return `M.T @ x`, and differentiate it."""
+    """Return `M.T @ x`, differentiable."""
     columns: Tensor = _Product.apply(x_bD, match, False)
     return columns
 
 
 class _Product(torch.autograd.Function):
-    """A product with M or its transpose; the other is its gradient, of the sum over ranks."""
+    """A product with M or its transpose; the gradient is the other, of the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, match: Match, is_to_rows: bool) -> Tensor:
@@ -37,7 +37,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
-        # A collective, where M spans ranks: all have to come here, in the same order.
+        # A collective if M spans ranks: all ranks must call it in the same order.
         back = ctx.match.to_columns if ctx.is_to_rows else ctx.match.to_rows
         return back(cotangent.contiguous()), None, None
 
@@ -50,12 +50,12 @@ def dots(left_bD: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Dots(torch.autograd.Function):
-    """Inner products of rows in a wide dtype, whose gradients are products in a narrow one."""
+    """Inner products of rows in a wide dtype, with gradients in the dtype of the rows."""
 
     @staticmethod
     def forward(ctx: Any, left_bD: Tensor, right_bkD: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(left_bD, right_bkD)
-        # One of k at a time: wide copies of all would be k times the features.
+        # One of k at a time, because wide copies of all would be k times the features.
         return torch.stack([row_dots(left_bD, x_bD, dtype) for x_bD in right_bkD.unbind(1)], 1)
 
     @staticmethod

@@ -1,17 +1,16 @@
 """The sigmoid loss of all pairs in one sweep, gradients included.
 
 Shapes:
-    B: global batch. b: this rank's batch. n: its texts, of which the first b belong to its images.
-    m: columns that are visiting. D: feature width. W: ranks.
+    B: global batch. b: rank batch. n: texts of this rank; text i belongs to image i for i < b.
+    m: visiting columns. D: feature width. W: ranks.
 
-With `S = scale * image @ text.T + bias`, every pair adds `softplus(-S_ii)`, and what is no pair
-`softplus(S_ij)`. What each contributes depends on its own logit alone, so that loss and
-gradients come from one sweep:
+With `S = scale * image @ text.T + bias`, every positive adds `softplus(-S_ii)` and every negative
+`softplus(S_ij)`. Each term depends on its own logit only, so one sweep computes loss and gradients:
 
     dL/dS_ij = sigmoid(S_ij) / B    for i != j,        dL/dS_ii = -sigmoid(-S_ii) / B,
 
 `dL/dimage = scale dL/dS text`, `dL/dtext = scale dL/dS.T image`, `dL/dbias = sum dL/dS`,
-`dL/dscale = sum_i <image_i, (dL/dS text)_i>`. Positives stay outside the sweep, as in `softmax`.
+`dL/dscale = sum_i <image_i, (dL/dS text)_i>`. Positives are not part of the sweep, as in `softmax`.
 """
 
 import torch
@@ -27,7 +26,7 @@ __all__ = ["sigmoid_loss"]
 
 
 def sigmoid_loss(plan: Plan) -> SweepResult:
-    """Return the loss and its gradients; one unit of work, and one more for each side's."""
+    """Return the loss and its gradients: one unit of work, and one for each tower's gradient."""
     request, state = plan.request, plan.state
     image_bD, text_nD, scale = request.image, request.text, request.scale
     bias = scale.new_zeros(()) if request.bias is None else request.bias
@@ -37,13 +36,13 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
     pairs = _Pairs(plan, scale, bias, weights_b, largest)
     found, *maxima = sweep(plan, [pairs, largest] if largest else [pairs])
     totals_2, d_image_bD, d_text_nD = found
-    further = _ExtraPairs(plan, scale, bias, weights_b)
-    further.add(totals_2, d_image_bD, d_text_nD)
+    extra = _ExtraPairs(plan, scale, bias, weights_b)
+    extra.add(totals_2, d_image_bD, d_text_nD)
     q = plan.matched
     pos_b = row_dots(image_bD[:q], text_nD[:q], state).mul_(scale).add_(bias)
     # A positive of +inf is an overflow, not a loss of 0.
     pos_b = pos_b.masked_fill(pos_b == torch.inf, torch.nan)
-    # Not `1 - sigmoid(pos_b)`, which loses the digits of a converged pair.
+    # `1 - sigmoid(pos_b)` would lose the digits of a converged pair.
     weight_b = torch.sigmoid(-pos_b)
     losses_b = torch.logaddexp(-pos_b, pos_b.new_zeros(()))
     if weights_b is not None:
@@ -59,62 +58,62 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
             image_bD, text_nD, d_image_bD, d_text_nD, weight_b, scale, plan.pairs,
             plan.exchange.world_size, sums[2] if plan.needs_grad.scale else None,
         )  # fmt: skip
-    if d_image_bD is None:  # else the scale's gradient is a sum over that of the images
-        sums[2] += further.d_scale / plan.pairs
+    if d_image_bD is None:  # otherwise `finish` computes it from the gradient of the images
+        sums[2] += extra.d_scale / plan.pairs
     sums = plan.exchange.all_reduce(sums)
     statistics_5 = None
     if maxima:
-        # Triton's maxima pass over a NaN, and the loss does not.
+        # Triton's maxima ignore NaN, the loss does not.
         sound_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
-        # Maxima come without the bias.
+        # Maxima exclude the bias.
         statistics_5 = loss_statistics(
             plan, pos_b - bias, torch.stack([sound_b, sound_b]), maxima[0]
         )
-    loss, d_bias, d_scale = (x.clone() for x in sums)  # none may be a view
-    d_negatives_bkD = further.d_negatives(plan.exchange.world_size / plan.pairs)
+    loss, d_bias, d_scale = (x.clone() for x in sums)  # outputs must not be views
+    d_negatives_bkD = extra.d_negatives(plan.exchange.world_size / plan.pairs)
     return SweepResult(loss, d_image_bD, d_text_nD, d_negatives_bkD, d_scale, d_bias, statistics_5)
 
 
 def _weights(plan: Plan) -> Tensor | None:
-    """Return what images weigh, with a mean of 1 over all ranks; `None`: all weigh the same."""
+    """Return the weights of images with a mean of 1 over all ranks; `None` for equal weights."""
     if plan.request.weights is None:
         return None
     weights_b = plan.request.weights.to(plan.state)
-    # To look at them would wait for the device; so the loss says it.
+    # A check would wait for the device, so the loss becomes NaN.
     weights_b = weights_b.masked_fill(weights_b < 0, torch.nan)
     total = plan.exchange.all_reduce(weights_b.sum())
-    # Where all weigh nothing, the loss is 0.
+    # If all weights are 0, the loss is 0.
     return weights_b * (plan.pairs / total.masked_fill(total == 0, 1))
 
 
 class _ExtraPairs:
-    """What stands beside one positive a row and the negatives of all: O(b D) products.
+    """Pairs outside of the sweep's formula: additional positives, and `negatives` of an image.
 
-    A further positive was summed as a negative, and `softplus(-x) = softplus(x) - x`: it has the
-    rounding of a logit.
+    The sweep has summed additional positives as negatives. Since `softplus(-x) = softplus(x) - x`,
+    subtracting their logits corrects the sum to within the rounding of a logit.
 
     Args:
-        plan: What all ranks have agreed on.
-        scale: In the state dtype.
-        bias: Likewise.
-        weights_b: What images weigh; `None`: 1 each.
+        plan: The plan.
+        scale: Logit scale in the state dtype.
+        bias: Logit bias, likewise.
+        weights_b: Weights of the images; `None` for 1 each.
     """
 
     def __init__(self, plan: Plan, scale: Tensor, bias: Tensor, weights_b: Tensor | None) -> None:
         self._plan, self._scale, self._bias = plan, scale, bias
         self._own_b = scale.new_ones(len(plan.request.image)) if weights_b is None else weights_b
         self.d_scale = scale.new_zeros(())
-        """What negatives of one image add to the scale's gradient, times B."""
+        """B times the part of `negatives` in the scale's gradient."""
         self._weights_bk: Tensor | None = None
 
     def add(self, totals_2: Tensor, d_image_bD: Tensor | None, d_text_nD: Tensor | None) -> None:
-        """Add it to the sums, and to `B dL/dS` times features."""
+        """Add these pairs to the sums and to the gradients, both times B."""
         request, pairing, dtype = self._plan.request, self._plan.pairing, self._plan.dtype
         if pairing is not None:
-            # The own text of an image is left out of the sweep, the others are not.
-            is_further_e = pairing.images_e != pairing.texts_e
-            is_further_e |= pairing.images_e >= pairing.matched
-            images_e, texts_e = pairing.images_e[is_further_e], pairing.texts_e[is_further_e]
+            # The sweep omits the own text of an image, not its other positives.
+            is_extra_e = pairing.images_e != pairing.texts_e
+            is_extra_e |= pairing.images_e >= pairing.matched
+            images_e, texts_e = pairing.images_e[is_extra_e], pairing.texts_e[is_extra_e]
             image_eD, text_eD = request.image[images_e], request.text[texts_e]
             logits_e = row_dots(image_eD, text_eD, self._scale.dtype) * self._scale + self._bias
             own_e = self._own_b[images_e]
@@ -137,25 +136,25 @@ class _ExtraPairs:
                 d_image_bD += (weights_b1k @ request.negatives.to(dtype))[:, 0]
 
     def d_negatives(self, share: float) -> Tensor | None:
-        """Return the gradient of negatives of one image; `share` is what a term counts."""
+        """Return the gradient of `negatives`; `share` is the weight of a term."""
         request, dtype = self._plan.request, self._plan.dtype
         if request.negatives is None or not request.needs_grad[-1]:
             return None
-        if self._weights_bk is None:  # there are none, k = 0
+        if self._weights_bk is None:  # k = 0
             return torch.zeros_like(request.negatives, dtype=dtype)
         weights_bk1 = (self._weights_bk * self._scale * share).to(dtype)[..., None]
         return weights_bk1 * request.image.to(dtype)[:, None]
 
 
 class _Pairs:
-    """What the negatives add to loss and bias, and to `B dL/dS` times features, as a visitor.
+    """Visitor that computes the negatives' part of loss and gradients, times B.
 
     Args:
-        plan: What all ranks have agreed on.
-        scale: In the state dtype.
-        bias: Likewise.
-        weights_b: What rows weigh; `None`: 1 each.
-        largest: The maxima to raise, if a rank wants statistics; a visitor after this one.
+        plan: The plan.
+        scale: Logit scale in the state dtype.
+        bias: Logit bias, likewise.
+        weights_b: Weights of the rows; `None` for 1 each.
+        largest: The visitor after this one, which holds the maxima for statistics, if requested.
     """
 
     def __init__(
@@ -167,16 +166,16 @@ class _Pairs:
         largest: LargestNegatives | None,
     ) -> None:
         image_bD, (use_image, use_text) = plan.request.image, plan.computes_grad
-        # Not `empty_like`, which keeps strides: `finish` in Triton takes it for contiguous.
+        # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.
         self._image_bD = image_bD.new_empty(image_bD.shape, dtype=plan.dtype) if use_image else None
         self._text = plan.exchange.home("sum") if use_text else None
         self._scale, self._bias, self._largest = scale, bias, largest
         self._weights_b = weights_b
-        # In the state dtype, as the scale is by now: terms are as many as pairs.
+        # In the state dtype, because there is a term for every pair.
         self._totals_2 = scale.new_zeros(2)
 
     def block(self, block: Block) -> None:
-        """Add what these columns and the rows make of each other."""
+        """Add one block to sums and gradients."""
         part_mD = None
         if self._text is not None:
             part_mD = self._text.empty(block.text_mD, block.plan.dtype)
@@ -190,6 +189,6 @@ class _Pairs:
             self._text.add(part_mD)
 
     def home(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the sums, and what was added for images and for texts."""
+        """Return the sums, and the gradients of images and texts."""
         text_nD = None if self._text is None else self._text.result()
         return self._totals_2, self._image_bD, text_nD

@@ -1,27 +1,27 @@
 """The symmetric contrastive loss as two sweeps over all ranks, with its gradients in closed form.
 
 Shapes:
-    B: global batch. b: this rank's batch. n: its texts, of which the first b belong to its images.
-    m: columns that are visiting. D: feature width. W: ranks. R: parts, one or one of each rank.
+    B: global batch. b: rank batch. n: texts of this rank; text i belongs to image i for i < b.
+    m: visiting columns. D: feature width. W: ranks. R: parts of a sum, 1 or W.
 
 With `S = scale * image @ text.T`, the positive `pos_i = S_ii` and the log-sum-exp of the negatives
-`neg_i` of a row or a column (the diagonal left out), each of the `2 B` cross entropies is
+`neg_i` of a row or a column (without the diagonal), each of the `2 B` cross entropies is
 
     -log softmax_i = log(exp(pos_i) + exp(neg_i)) - pos_i = softplus(neg_i - pos_i),
 
-and its gradient with respect to `pos_i` is `-sigmoid(neg_i - pos_i)`. Nothing cancels there: a
-converged pair, whose loss is 1e-12, keeps its digits, where `lse_i - pos_i` would return the
-rounding of `lse_i`. With `lse` over positives and negatives,
+and its gradient with respect to `pos_i` is `-sigmoid(neg_i - pos_i)`. Nothing cancels: a converged
+pair with a loss of 1e-12 keeps its digits, while `lse_i - pos_i` would return the rounding error of
+`lse_i`. With `lse` over positives and negatives,
 
     dL/dS_ij = (exp(S_ij - row_lse_i) + exp(S_ij - column_lse_j)) / 2B                  for i != j
     dL/dS_ii = -(sigmoid(row_neg_i - pos_i) + sigmoid(column_neg_i - pos_i)) / 2B
 
 and `dL/dimage = scale dL/dS text`, `dL/dtext = scale dL/dS.T image`,
-`dL/dscale = sum_i <image_i, (dL/dS text)_i>`. A bias moves all logits alike, and softmax does not
-see it: its gradient is exactly 0, and adding it would only cost digits.
+`dL/dscale = sum_i <image_i, (dL/dS text)_i>`. A bias shifts all logits alike and has no effect on a
+softmax: its gradient is exactly 0, and adding it would only cost digits.
 
-Both sweeps come in the forward where a backward can follow: what waits for it is two (b, D)
-matrices, nothing of the other ranks, and no rank waits for another one's backward.
+If a backward can follow, both sweeps run in the forward. Then only two (b, D) matrices are saved
+for the backward, and no rank waits for another rank's backward.
 """
 
 from torch import Tensor
@@ -38,7 +38,7 @@ __all__ = ["Gradients", "Negatives", "softmax_loss"]
 
 
 def softmax_loss(plan: Plan) -> SweepResult:
-    """Return the loss and its gradients; one unit of work, and up to three for the gradients."""
+    """Return the loss and its gradients: one unit of work, and up to three for the gradients."""
     request, tiles = plan.request, plan.tiles
     image_bD, text_nD, scale = request.image, request.text, request.scale
     memory = plan.memory_for_tiles()
@@ -54,7 +54,7 @@ def softmax_loss(plan: Plan) -> SweepResult:
             prepared.pos_b, (row_neg_b, column_neg_Rn.logsumexp(0))
         )
         statistics_5 = loss_statistics(plan, prepared.pos_b, probability_2b, maxima[0])
-    # The scale's gradient and the loss: each rank's parts, that one collective adds up.
+    # This rank's parts of the scale's gradient and of the loss; one collective sums them.
     totals = row_neg_b.new_empty(1 + plan.needs_grad.scale)
     row_lse_b, column_lse_n, weight_b = tiles.pair_terms(
         row_neg_b, column_neg_Rn, prepared.pos_b, plan.has_terms, plan.terms, totals[-1]
@@ -78,13 +78,13 @@ def softmax_loss(plan: Plan) -> SweepResult:
 
 
 class Negatives:
-    """The log-sum-exps of the negatives of this rank's rows and columns, as a visitor.
+    """Visitor that computes the log-sum-exps of the negatives of rows and columns.
 
     Args:
-        plan: What all ranks have agreed on.
-        kept: Memory for tiles.
-        prepared: What the backend's `prepare` has returned, if it was called.
-        largest: The maxima to raise, if a rank wants statistics; a visitor after this one.
+        plan: The plan.
+        stored: Memory for tiles.
+        prepared: Result of the backend's `prepare`, if it was called.
+        largest: The visitor after this one, which holds the maxima for statistics, if requested.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Negatives:
         self._prepared, self._largest = prepared, largest
 
     def block(self, block: Block) -> None:
-        """Add the columns' negatives to the rows', and the rows' to theirs."""
-        # Not filled: by `Logits.fresh` it is overwritten.
+        """Add one block to the log-sum-exps."""
+        # Uninitialised, because `Logits.fresh` says that it is overwritten.
         part_m = self._rows_b.new_empty(len(block.text_mD))
         maxima = None if self._largest is None else self._largest.fresh(part_m)
         logits = block.logits(block.plan.request.image, block.text_mD, self._stored)
@@ -109,32 +109,31 @@ class Negatives:
         self._columns.add(part_m)
 
     def home(self) -> tuple[Tensor, Tensor]:
-        """Return the rows' log-sum-exps, (b,), and parts of the columns', (R, n)."""
+        """Return log-sum-exps of the rows, (b,), and parts of those of the columns, (R, n)."""
         return self._rows_b, self._columns.parts()
 
 
 class Gradients:
-    """What the negatives add to `2B dL/dS text` and `2B dL/dS.T image`, as a visitor.
+    """Visitor that computes the negatives' part of `2B dL/dS text` and `2B dL/dS.T image`.
 
-    The log-sum-exps of the columns travel with them.
+    The log-sum-exps of the columns are the `values` of the sweep.
 
     Args:
-        plan: What all ranks have agreed on.
+        plan: The plan.
         row_lse_b: The log-sum-exps of the rows.
-        kept: Those of the first sweep, counted from the start again: tiles take their places in
-            the same order.
+        stored: The tiles of the first sweep, with its places to be taken again from the start.
     """
 
     def __init__(self, plan: Plan, row_lse_b: Tensor, stored: StoredTiles) -> None:
         image_bD, (use_image, use_text) = plan.request.image, plan.computes_grad
-        # Not `empty_like`, which keeps strides: `finish` in Triton takes it for contiguous.
+        # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.
         self._image_bD = image_bD.new_empty(image_bD.shape, dtype=plan.dtype) if use_image else None
         self._text = plan.exchange.home("sum") if use_text else None
         self._row_lse_b = row_lse_b
         self._stored = stored
 
     def block(self, block: Block) -> None:
-        """Add what these columns and the rows make of each other."""
+        """Add one block to the gradients."""
         part_mD = None
         if self._text is not None:
             part_mD = self._text.empty(block.text_mD, block.plan.dtype)
@@ -144,5 +143,5 @@ class Gradients:
             self._text.add(part_mD)
 
     def home(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return what was added for images, and for texts."""
+        """Return the gradients of images and texts."""
         return self._image_bD, None if self._text is None else self._text.result()

@@ -1,8 +1,8 @@
-"""The sweep of all losses: the columns of all ranks visit, and visitors add up what they want.
+"""The sweep of all losses: blocks of columns of all ranks are passed to visitors, which sum.
 
 Shapes:
-    B: global batch. b: this rank's images. n: its texts, of which the first b belong to its images.
-    m: columns that are visiting. D: feature width. W: ranks.
+    B: global batch. b: images of this rank. n: its texts; text i belongs to image i for i < b.
+    m: visiting columns. D: feature width. W: ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ __all__ = ["Block", "SweepResult", "NeedsGrad", "OneRank", "Plan", "Visitor", "p
 
 
 class NeedsGrad(NamedTuple):
-    """Whether any rank needs gradients for its images, for its texts, and for the scale."""
+    """Whether any rank needs a gradient for its images, its texts, and the scale."""
 
     image: bool
     text: bool
@@ -37,21 +37,21 @@ class NeedsGrad(NamedTuple):
 
 
 class SweepResult(NamedTuple):
-    """A loss, and its gradients of a cotangent of 1; `None` is what no rank needs.
+    """A loss and its gradients for a cotangent of 1; gradients that no rank needs are `None`.
 
-    Gradients are those that a *mean* over ranks, as DDP and FSDP take it, turns into the gradients
-    of one process with the whole batch: features get W times their own, because the other ranks'
-    gradients for them are zero; scale and bias get their total on every rank.
+    DDP and FSDP average gradients over ranks. For the mean to be the gradient of one process with
+    the global batch, gradients of features are W times their own, since those of other ranks are
+    zero, and scale and bias have their total on every rank.
 
     Args:
-        loss: The same on all ranks.
-        d_image_bD: In the accumulation dtype, like all of features: fp16 would flush what a loss
-            scale is to save, and that comes with the cotangent only.
-        d_text_nD: Of the texts.
-        d_negatives_bkD: Of what each image alone sees.
-        d_scale: In the state dtype, like the next.
-        d_bias: `None` also for a softmax, which does not see a bias.
-        statistics_5: The values of `LossStatistics`; `None` where no rank wants them.
+        loss: The loss, equal on all ranks.
+        d_image_bD: Gradient of the images, like all features in the accumulation dtype: a loss
+            scale comes with the cotangent only, and fp16 would underflow before.
+        d_text_nD: Gradient of the texts.
+        d_negatives_bkD: Gradient of the `negatives` of single images.
+        d_scale: Gradient of the scale, in the state dtype, as the bias's.
+        d_bias: Gradient of the bias; `None` for a softmax, on which a bias has no effect.
+        statistics_5: The values of `LossStatistics`; `None` if no rank requests them.
     """
 
     loss: Tensor
@@ -65,30 +65,29 @@ class SweepResult(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What all ranks have agreed on before a loss is computed, and what follows from that.
+    """The facts that all ranks agreed on before computing the loss, and values derived from them.
 
     Args:
-        request: What this rank's call says, rows in the order of their columns.
-        exchange: How the ranks share their columns.
-        tiles: What multiplies tiles.
+        request: The request of this rank, its rows in the order of their columns.
+        exchange: The exchange of columns between ranks.
+        tiles: The tile backend.
         needs_grad: Which gradients any rank needs.
-        pairs: B; other texts may be beside.
-        matched: How many of this rank's images have a text of their own, the first ones: text i is
-            that of image i.
-        pairing: What was made of `positives`.
-        statistics: Whether any rank wants to know `LossStatistics`.
-        limits: Of this rank's images and texts, what they take for false negatives; `None` for
-            nothing.
-        ids_n: What this rank's texts show, int64: pairs of equal ids, on whatever ranks, are no
-            negatives of each other. `None` on all ranks or on none.
-        has_terms: Whether the cross entropies of images count, and those of texts.
-        terms: Cross entropies that the loss is the mean of.
-        computes_grad: Whether the gradients of images and of texts are computed. The scale's is a
-            sum over either: with no features to train it still needs one of them.
+        pairs: B, the number of images of all ranks.
+        matched: Number of this rank's images with a positive text; text i belongs to image i for
+            i < matched.
+        pairing: The pairing of `positives`, if given.
+        statistics: Whether any rank requests `LossStatistics`.
+        thresholds: False-negative thresholds of this rank's images and texts; `None` without.
+        ids_n: Ids of this rank's texts, int64. Pairs with equal ids, on any ranks, are not
+            negatives. `None` on all ranks or on none.
+        has_terms: Whether the loss has cross entropies of images, and of texts.
+        terms: Number of cross entropies; the loss is their mean.
+        computes_grad: Whether the gradients of images and of texts are computed. The scale's
+            gradient is a sum over either, so one of them is computed for it.
         trains: Whether a backward can follow.
-        dtype: Of sums over products.
-        state: Of sums over the batch.
-        image_exchange: How the ranks share their images where these are columns, too.
+        dtype: Dtype of sums over products.
+        state: Dtype of sums over the batch.
+        image_exchange: The exchange of images, for losses whose columns are images.
     """
 
     request: Request
@@ -110,9 +109,9 @@ class Plan:
     image_exchange: Exchange
 
     def memory_for_tiles(self, sweeps: int = 1) -> Tensor:
-        """Return memory for what gradients of some sweeps need not work out again; may be empty."""
+        """Return memory for tiles that the gradient sweep reuses; may be empty."""
         size, image_bD = 0, self.request.image
-        # Thresholds leave out more than one reference of a tile can tell.
+        # With thresholds, one reference per tile cannot represent the sums.
         if self.trains and self.request.stores_tiles and self.thresholds is None:
             columns = sweeps * self.exchange.global_batch_size
             size = self.tiles.stored_values(len(image_bD), columns, image_bD.dtype, image_bD.device)
@@ -130,7 +129,7 @@ def plan_of(
     statistics: bool | None = None,
     image_exchange: Exchange | None = None,
 ) -> Plan:
-    """Return the plan of a request: see `Plan`; `pairs` and `statistics` as on one rank."""
+    """Return the plan of a request, see `Plan`; `pairs` and `statistics` default to one rank's."""
     b, directions = len(request.image), request.directions
     has_terms = RowsColumns(directions != "text_to_image", directions != "image_to_text")
     pairs = b if pairs is None else pairs
@@ -150,14 +149,14 @@ def plan_of(
 
 
 class Block(NamedTuple):
-    """The columns that are visiting.
+    """One block of visiting columns.
 
     Args:
-        plan: What all ranks have agreed on.
-        visit: Whose columns they are.
-        text_mD: Their features.
-        values: What the sweep was given to travel with them, if anything.
-        is_first: Whether sums about rows hold nothing yet; those about columns never do.
+        plan: The plan.
+        visit: The columns and the positions of their positives.
+        text_mD: Features of the columns.
+        values: The `values` of `sweep` for these columns, if given.
+        is_first: Whether per-row sums are uninitialised. Per-column sums always are.
     """
 
     plan: Plan
@@ -169,22 +168,22 @@ class Block(NamedTuple):
     def logits(
         self, image_bD: Tensor, text_mD: Tensor, stored: StoredTiles | None = None
     ) -> Logits:
-        """Return this rank's rows against these columns, with what is left out.
+        """Return the logits of this rank's rows and these columns.
 
         Args:
-            image_bD: The rows, or a part of their width.
+            image_bD: The rows, or prefixes of them.
             text_mD: The columns, likewise.
             stored: Memory for tiles.
         """
         plan = self.plan
-        # They come in the order of `sweep`.
+        # In the order of `travelling` in `sweep`.
         others = self.visit.columns[1:]
         ids = None if plan.ids_n is None else Ids(plan.ids_n[: len(image_bD)], others.pop(0))
         thresholds = None if plan.thresholds is None else plan.thresholds.at(others)
-        # Texts beyond the images' own have no row.
+        # Texts without an image have no row.
         own, matched = self.visit.positive_rows, plan.matched
         rows = slice(min(own.start, matched), min(own.stop, matched))
-        # Sums about columns go home after each visit, so that each starts with new ones.
+        # Per-column sums are sent after each visit, so every visit has new ones.
         fresh = RowsColumns(self.is_first, True)
         return Logits(
             image_bD, text_mD, plan.request.scale, self.visit.diagonal, rows, ids, thresholds,
@@ -193,24 +192,24 @@ class Block(NamedTuple):
 
 
 class Visitor(Protocol):
-    """What a loss does with every block of a sweep, and what it has found in the end."""
+    """Interface of a sweep: `block` consumes one block, `home` returns the accumulated results."""
 
     def block(self, block: Block) -> None:
-        """Add what these columns add."""
+        """Accumulate one block."""
         ...
 
     def home(self) -> Any:
-        """Return what was found about this rank's rows and columns; called once, on all ranks."""
+        """Return the results for this rank's rows and columns; called once, on all ranks."""
         ...
 
 
 def sweep(plan: Plan, visitors: Sequence[Visitor], values: Tensor | None = None) -> list[Any]:
-    """Show the columns of all ranks to visitors, and return what they bring home.
+    """Pass the columns of all ranks to visitors, and return the results of the visitors.
 
     Args:
-        plan: What all ranks have agreed on.
-        visitors: In this order, the same on all ranks.
-        values: Of this rank's columns, which other ranks see beside them.
+        plan: The plan.
+        visitors: Visitors, in the same order on all ranks.
+        values: Values of this rank's columns that are exchanged with them.
     """
     travelling = [plan.request.text]
     if plan.ids_n is not None:
@@ -222,7 +221,7 @@ def sweep(plan: Plan, visitors: Sequence[Visitor], values: Tensor | None = None)
     return [visitor.home() for visitor in visitors]
 
 
-# A function, so that what a block takes is free before the next one arrives.
+# A function, so that the memory of a block is freed before the next one arrives.
 def _show(
     plan: Plan, visitors: Sequence[Visitor], visit: Visit, has_values: bool, is_first: bool
 ) -> None:
@@ -233,10 +232,10 @@ def _show(
 
 
 class OneRank:
-    """The `Exchange` of a process alone, which has nobody to tell or to wait for.
+    """The `Exchange` of a single process.
 
     Args:
-        columns: Its texts.
+        columns: Number of texts.
     """
 
     rank = 0
@@ -255,12 +254,12 @@ class OneRank:
         return _Part()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, which is the sum."""
+        """Return the tensor, which is already the sum."""
         return tensor
 
 
 class _Part:
-    """The one part of a sum."""
+    """A sum with a single part."""
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return memory for the part, see `Home.empty`."""
@@ -268,7 +267,7 @@ class _Part:
         return like.new_empty(like.shape, dtype=dtype)
 
     def add(self, part: Tensor) -> None:
-        """Keep the part."""
+        """Store the part."""
         self._part = part
 
     def result(self) -> Tensor:
@@ -276,5 +275,5 @@ class _Part:
         return self._part
 
     def parts(self) -> Tensor:
-        """Return the part as the only one."""
+        """Return the part as a single one."""
         return self._part[None]

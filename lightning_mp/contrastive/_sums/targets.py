@@ -1,4 +1,4 @@
-"""What the cross entropies of a call have for targets, and what each of them counts.
+"""The targets of the cross entropies of a call, and their weights.
 
 Shapes:
     b: images of this rank. n: its texts. W: ranks.
@@ -15,7 +15,7 @@ __all__ = ["cross_entropies_of"]
 
 
 def cross_entropies_of(plan: Plan) -> CrossEntropies:
-    """Return what the request asks for, on all ranks at once."""
+    """Return the cross entropies of a request; called on all ranks."""
     request, pairing, b, n = (
         plan.request,
         plan.pairing,
@@ -25,12 +25,12 @@ def cross_entropies_of(plan: Plan) -> CrossEntropies:
     weight_b = request.image.new_ones(b, dtype=plan.state)
     if request.weights is not None:
         weight_b = request.weights.to(weight_b.dtype)
-        # To look at them would wait for the device; so the loss says it.
+        # A check would wait for the device, so the loss becomes NaN.
         weight_b = weight_b.masked_fill(weight_b < 0, torch.nan)
     match: Match = Own(b, n)
     if pairing is not None:
         match = Listed(pairing.images_e, pairing.texts_e, b, n)
-        # Without a positive there is no term, and a text weighs what its images do on average.
+        # Without a positive there is no term. A text has the mean weight of its images.
         weight_b = weight_b.where(match.to_rows(weight_b.new_ones(n)) > 0, 0)
         images_n = match.to_columns(torch.ones_like(weight_b)).clamp_min(1)
         weight_n = match.to_columns(weight_b) / images_n
@@ -50,18 +50,20 @@ def cross_entropies_of(plan: Plan) -> CrossEntropies:
 
 
 def _shares(rows_b: Tensor, columns_n: Tensor, plan: Plan) -> Shares:
-    """Return what weights count, whose sums over all ranks are 1 in either direction."""
-    ways = plan.has_terms
+    """Return shares whose sum over all ranks and directions is 1."""
+    directions = plan.has_terms
     world_size, rank = plan.exchange.world_size, plan.exchange.rank
-    # Every rank puts its largest in a place of its own: a sum is all that an exchange has.
+    # An exchange only sums, so every rank puts its largest weight in a place of its own.
     numbers = rows_b.new_zeros(2, 1 + world_size)
     for number, weight in zip(numbers, (rows_b, columns_n), strict=True):
         number[0], number[1 + rank] = weight.sum(), weight.amax()
     numbers = plan.exchange.all_reduce(numbers)
-    # Where all weigh nothing, the loss is 0.
+    # If all weights are 0, the loss is 0.
     sums = numbers[:, 0].masked_fill(numbers[:, 0] == 0, 1)
-    factors = torch.stack([way / sum(ways) / total for way, total in zip(ways, sums, strict=True)])
-    # Shares of up to 1 stay: in fp16, gradients of `negatives` at 1 / 2B would be flushed.
+    factors = torch.stack(
+        [used / sum(directions) / total for used, total in zip(directions, sums, strict=True)]
+    )
+    # Shares of up to 1, because fp16 gradients of `negatives` would underflow at 1 / 2B.
     unit = (factors * numbers[:, 1:].amax(1)).amax()
     factors = factors / unit.masked_fill(unit == 0, 1)
     return Shares(rows_b * factors[0], columns_n * factors[1], unit)
