@@ -1,6 +1,6 @@
-"""What `lightning-mp plan` runs: memory and time of a contrastive run, before it is rented.
+"""`lightning-mp plan`: memory and time of a contrastive run, predicted without a GPU.
 
-`formulas` are pure functions of numbers. `tower_bytes` measures a model without running it,
-`subject` is what is known about a run, `estimate` puts both together, and `table` shows them as
-text and picture. `python -m papers inf-cl` of a clone holds the formulas against Inf-CL's figures.
+`formulas` are functions of numbers. `tower_bytes` measures a model on tensors without memory,
+`subject` describes a run, `estimate` applies the formulas to it, and `table` prints the result. In
+a clone, `python -m papers inf-cl` compares the formulas with the figures of Inf-CL's paper.
 """

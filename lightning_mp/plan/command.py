@@ -1,9 +1,8 @@
-"""The command `lightning-mp plan`; it imports what it needs when it runs."""
+"""The command `lightning-mp plan`; heavy imports happen when it runs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -12,13 +11,15 @@ if TYPE_CHECKING:
 
 __all__ = ["pairs_of", "plan"]
 
+_GPUS = 8  # of a node, if neither the command nor the config names a number
+
 
 def plan(
     config: str | None = None,
     model: str | None = None,
     batch: str | None = None,
-    gpus: int = 8,
-    gpus_per_node: int = 8,
+    gpus: int | None = None,
+    gpus_per_node: int | None = None,
     gpu_memory: float = 80.0,
     host_memory: float = 1000.0,
     workers: int = 8,
@@ -28,81 +29,69 @@ def plan(
     offload: bool | None = None,
     loader_batches: int | None = None,
     pairs: str | None = None,
-    pairs_per_second: str | None = None,
+    pairs_per_second: float | None = None,
     tflops: float | None = None,
     network: float = 50.0,
-    picture: str = "plan.png",
 ) -> None:
-    """Say what memory and time a contrastive run needs, before it is rented.
+    """Predict memory and time of a contrastive run, before a machine is rented.
 
-    Memory by method of the loss (dense, OpenCLIP's local loss, Inf-CL, ours), the largest batch of
-    each, data on device and host, and the time of a step: all computed, from the bytes that the
-    model's towers save for the backward and the states that its optimizer keeps. Both are measured
-    on tensors without memory.
+    Prints the memory of a GPU and a host for each method (dense loss, OpenCLIP's local loss,
+    Inf-CL, this package), the largest batch that fits, and the time of a step. Everything is
+    computed from the bytes that the towers save for the backward and the states that the optimizer
+    keeps; both are measured on tensors without memory.
 
     Args:
         config: YAML file of a run, as for `lightning-mp fit --config`.
-        model: In place of a config: `ViT-L/14`, `ViT-B/16`, `ViT-B/32`, a class of transformers, a
-            folder with a config.json, or a name of open_clip. Nothing is downloaded.
-        batch: Global batch, such as 10M or 1024k; k is 1,024 and M 1,024 k, as in the papers. The
-            default is the config's: `batch_size` of its data module, or what its loader yields on
-            all ranks.
-        gpus: Ranks.
-        gpus_per_node: Ranks that share a host.
-        gpu_memory: Of each, in GiB.
-        host_memory: Of a node, in GiB.
-        workers: Of the loader of a rank.
-        device: `cuda` or `cpu`, which sizes the workspace of the loss.
+        model: Instead of a config: `ViT-L/14`, `ViT-B/16`, `ViT-B/32`, a class of transformers, a
+            folder with a config.json, or a model name of open_clip. Nothing is downloaded.
+        batch: Global batch, such as 10M or 1024k, where k is 1,024 and M is 1,024 k. The default is
+            what the loader of the config yields on all ranks in a step.
+        gpus: Number of ranks. The default is the config's `devices` times `num_nodes`, or 8.
+        gpus_per_node: Ranks that share a host. The default is the config's `devices`, or 8.
+        gpu_memory: Memory of a GPU, in GiB.
+        host_memory: Memory of a node, in GiB.
+        workers: Loader workers of a rank.
+        device: Device of the loss, which determines the default workspace.
         precision: `32-true`, `16-mixed`, `bf16-mixed`, `BalancedAMP`, `PureFP16` or `bf16-true`.
             The default is the config's, or `BalancedAMP`.
-        micro_batch: Pairs that a tower sees at a time. The default is the config's, or 128.
+        micro_batch: Pairs that a tower processes at a time. The default is the config's, or 128.
         offload: Whether the batch stays in host memory. The default is the config's.
         loader_batches: Loader batches of a step. The default is the config's, or 1.
-        pairs: In an epoch, such as 400M, for its hours.
-        pairs_per_second: Of one GPU through the towers, with the replay; `measure` runs the
-            config's model here.
-        tflops: That a GPU sustains, for the loss, and for the towers where no rate is given.
-        network: GB a second that a GPU sends.
-        picture: PNG file for memory against batch; an empty name draws none. A file that is not an
-            earlier plan's stays, and the name gets `-v1`.
+        pairs: Pairs of an epoch, such as 400M, to predict the hours of an epoch.
+        pairs_per_second: Measured rate of one GPU through the towers, replay included.
+        tflops: Sustained TFLOP/s of a GPU, for the loss; also for the towers if there is no
+            `pairs_per_second`.
+        network: Bandwidth at which a GPU sends, in GB/s.
     """
     if (config is None) == (model is None):
         raise SystemExit("lightning-mp plan: pass either `--config` or `--model`.")
     try:
         subject = _subject(config, model, precision)
-        chosen: dict[str, Any] = {
-            "micro_batch": micro_batch,
-            "offload": offload,
-            "loader_batches": loader_batches,
-        }
-        subject = replace(subject, **{k: v for k, v in chosen.items() if v is not None})
-        implied = subject.batch or (subject.rank_batch and subject.rank_batch * gpus)
-        asked = implied if batch is None else pairs_of(batch)
-        rate = _rate(subject, config, pairs_per_second, tflops, network)
+        given = {"micro_batch": micro_batch, "offload": offload, "loader_batches": loader_batches}
+        chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        subject = replace(subject, **chosen)
+        per_node = gpus_per_node or subject.devices or _GPUS
+        ranks = gpus or per_node * subject.nodes
+        asked = subject.rank_batch and subject.rank_batch * ranks
+        if batch is not None:
+            asked = pairs_of(batch)
+        rate = _rate(subject, pairs_per_second, tflops, network)
         per_epoch = None if pairs is None else pairs_of(pairs)
-    # What was passed is at fault: a sentence in place of a traceback.
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError) as error:  # the arguments are wrong: a traceback would not help
         raise SystemExit(f"lightning-mp plan: {error}") from None
     if asked is None:
         raise SystemExit("lightning-mp plan: pass the global batch by `--batch`, such as 1024k.")
     from lightning_mp.plan.estimate import Machine
     from lightning_mp.plan.formulas import GIB
-    from lightning_mp.plan.table import advice, draw_plan, plan_lines
+    from lightning_mp.plan.table import advice, plan_lines
 
-    machine = Machine(gpus, gpu_memory * GIB, host_memory * GIB, gpus_per_node, workers, device)
+    machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node, workers, device)
     print("\n".join(plan_lines(subject, machine, asked, rate, per_epoch)))
     print(f"\nAdvice: {advice(subject, machine, asked)}")
-    if picture:
-        try:
-            print(f"Picture: {draw_plan(Path(picture), subject, machine, asked).resolve()}")
-        except ModuleNotFoundError:
-            print("No picture: it needs matplotlib, `pip install 'lightning-mp[demo]'`.")
-        except (OSError, ValueError) as error:  # a name without a format, a disk that is full
-            print(f"No picture: {error}. Pass a PNG file that can be written by `--picture`.")
 
 
 def pairs_of(text: str) -> int:
-    """Read a number of pairs: `4096`, `64k` of 1,024, `10M` of 1,024 k."""
+    """Parse a number of pairs: `4096`, `64k` (times 1,024) or `10M` (times 1,024 k)."""
     number, factor = text.replace("_", "").replace(",", ""), 1
     for letter, value in (("k", 2**10), ("M", 2**20), ("G", 2**30)):
         if number.lower().endswith(letter.lower()):
@@ -133,36 +122,23 @@ def _subject(config: str | None, model: str | None, precision: str | None) -> Su
 
 
 def _rate(
-    subject: Subject,
-    config: str | None,
-    pairs_per_second: str | None,
-    tflops: float | None,
-    network: float,
+    subject: Subject, pairs_per_second: float | None, tflops: float | None, network: float
 ) -> Rate | None:
-    """Return the rate that was given or measured, or what it follows from."""
+    """Return the rate of a rank; `None` if neither argument is given."""
     from lightning_mp.plan.estimate import Rate
 
     work = subject.flops_per_pair(cached=True)
-    if pairs_per_second is None:
-        if tflops is None:
-            return None
-        rate = tflops * 1e12 / work
-        source = f"computed, {rate:,.0f} pairs/s a rank from {work / 1e9:,.0f} GFLOP a pair"
-        source += f" at the {tflops:g} TFLOP/s given"
-        return Rate(rate, tflops * 1e12, network * 1e9, source)
-    if pairs_per_second == "measure":
-        if config is None:
-            raise ValueError(
-                "Passed `--pairs-per-second measure` without `--config`. Only a config has data to "
-                "run on. Pass a number, or `--tflops`."
-            )
-        from lightning_mp.plan import config as of_config
-
-        # As it is printed, so that who passes the printed rate gets the same times.
-        rate = float(f"{of_config.pairs_per_second(config, subject.micro_batch):g}")
-        source = "measured on this machine's CPU"
-    else:
-        rate, source = float(pairs_per_second), "given"
-    flops = rate * work if tflops is None else tflops * 1e12
-    source += f", {rate:g} pairs/s a rank; products at {flops / 1e12:.3g} TFLOP/s"
-    return Rate(rate, flops, network * 1e9, source)
+    if pairs_per_second is not None:
+        flops = pairs_per_second * work if tflops is None else tflops * 1e12
+        source = (
+            f"given, {pairs_per_second:g} pairs/s a rank; products at {flops / 1e12:.3g} TFLOP/s"
+        )
+        return Rate(pairs_per_second, flops, network * 1e9, source)
+    if tflops is None:
+        return None
+    rate = tflops * 1e12 / work
+    source = (
+        f"computed, {rate:,.0f} pairs/s a rank from {work / 1e9:,.0f} GFLOP a pair at the "
+        f"{tflops:g} TFLOP/s given"
+    )
+    return Rate(rate, tflops * 1e12, network * 1e9, source)

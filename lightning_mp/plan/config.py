@@ -1,13 +1,11 @@
-"""Subjects from a LightningCLI config: the run's own model, towers and data."""
+"""Subjects from a LightningCLI config: the model, towers and data of the run."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import statistics
 import sys
-import timeit
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,20 +26,21 @@ from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.subject import PRECISIONS, StaticBytes, Subject, TowerBytes
 from lightning_mp.plan.tower_bytes import blank, computing_in, measure_towers
 
-__all__ = ["pairs_per_second", "subject_of_config"]
+__all__ = ["subject_of_config"]
 
 
 def subject_of_config(path: str, precision: str | None = None) -> Subject:
     """Make model and data of a config, and measure its towers in one training step.
 
-    The Trainer is not made, so a config for 256 GPUs can be planned on a laptop. The data module
-    is: its first batch says how many bytes a pair has.
+    No Trainer is made, so a config for 256 GPUs can be planned on a laptop. The first batch of the
+    training loader tells the bytes of a pair.
 
     Raises:
-        ValueError: The config names a precision that is not among `PRECISIONS`, or its model has
-            no batch to be measured on.
+        ValueError: `PRECISIONS` lacks the precision of the config, or there is no training loader.
     """
-    settings = _settings(path)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a `class_path` may name code beside the config
+    settings: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     trainer = settings.get("trainer") or {}
     strategy = _arguments(trainer.get("strategy"))
     chosen = precision or _precision(trainer)
@@ -50,40 +49,37 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
             f"Passed a config with the precision {chosen!r}. `plan` knows "
             f"{', '.join(PRECISIONS)}: pass the nearest by `--precision`."
         )
-    data, batch = _data(settings)
+    batch = _batch(settings)
     loader_batches = strategy.get("loader_batches_per_step", 1)
     micro_batch = strategy.get("micro_batch_size", 256)
-    one = tree_leaves(_rows(batch, 1, fake=False))
+    one = tensors_in(_rows(batch, 1, fake=False))
     model, towers, found = _measured(settings, strategy, batch, PRECISIONS[chosen])
+    devices = trainer.get("devices")
+    if isinstance(devices, list):
+        devices = len(devices)
     return Subject.of(
         model,
         _optimizers(settings, model),
         name=type(model).__name__,
         towers=towers,
-        pair_bytes=sum(leaf.nbytes for leaf in one if isinstance(leaf, Tensor)),
+        pair_bytes=sum(tensor.nbytes for tensor in one),
         precision=chosen,
-        # The defaults are those of `InfCLStrategy`; 256 also stands for what "auto" would find.
+        # The defaults of `InfCLStrategy`; 256 also stands for the result of "auto".
         micro_batch=256 if micro_batch == "auto" else micro_batch,
         offload=strategy.get("offload") == "host",
         prefetch=strategy.get("prefetch", 2),
         loader_batches=loader_batches,
-        batch=getattr(data, "batch_size", None),
         rank_batch=_pairs(batch) * loader_batches,
+        devices=devices if isinstance(devices, int) and devices > 0 else None,
+        nodes=int(trainer.get("num_nodes") or 1),
         found=found,
     )
-
-
-def _settings(path: str) -> dict[str, Any]:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a `class_path` may lead to code beside the config
-    settings: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    return settings
 
 
 def _measured(
     settings: dict[str, Any], strategy: dict[str, Any], batch: Any, precision: StaticBytes
 ) -> tuple[LightningModule, dict[str, TowerBytes], str]:
-    """Measure on tensors without memory, or on a few pairs where a model needs more."""
+    """Measure on tensors without memory, or on a few pairs if the model cannot run on these."""
 
     def measure(
         made_in: AbstractContextManager[object], *, fake: bool
@@ -99,28 +95,12 @@ def _measured(
 
         return model, measure_towers(model, towers, step, precision)
 
-    # Some models cannot be made without memory, as open_clip moves what it made to a device. Others
-    # look at values, or have operators without a shape function.
+    # Some models cannot be made without memory: open_clip moves its models to a device. Others read
+    # values, or have operators without a shape function.
     for made_in in (nullcontext(), unset_fake_temporarily()):
         with contextlib.suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
             return *measure(made_in, fake=True), "on tensors without memory"
     return *measure(nullcontext(), fake=False), "on a few real pairs"
-
-
-def pairs_per_second(path: str, micro_batch: int) -> float:
-    """Time a micro-batch of a config's towers on this machine, with gradient caching's replay."""
-    settings = _settings(path)
-    _, batch = _data(settings)
-    model, rows = _model(settings), _rows(batch, micro_batch, fake=False)
-
-    def step() -> None:
-        with torch.no_grad():
-            model.training_step(rows, 0)
-        loss: Any = model.training_step(rows, 0)
-        (loss if isinstance(loss, Tensor) else loss["loss"]).backward()
-
-    _, *seconds = timeit.repeat(step, number=1, repeat=4)  # the first one warms up
-    return micro_batch / statistics.median(seconds)
 
 
 def _model(settings: dict[str, Any]) -> LightningModule:
@@ -131,7 +111,7 @@ def _model(settings: dict[str, Any]) -> LightningModule:
 
 
 def _rows(batch: Any, size: int, fake: bool) -> Any:
-    """Return a batch of another size; without memory its values do not matter."""
+    """Return a batch of another size; the values of a fake one do not matter."""
     pairs = _pairs(batch)
 
     def resize(leaf: Tensor) -> Tensor:
@@ -151,13 +131,13 @@ def _pairs(batch: Any) -> int:
             f"Passed a config whose loader yields {type(batch).__name__} without tensors of rows. "
             "The bytes of a pair are then unknown; pass `--model` in place of the config."
         )
-    return max(len(leaf) for leaf in leaves)  # what is shorter has no row for each pair
+    return max(len(leaf) for leaf in leaves)  # a shorter tensor has no row for each pair
 
 
 def _made(settings: dict[str, Any], part: str, **options: Any) -> Any:
     """Make one part of a config alone."""
     kind = {"model": LightningModule, "data": LightningDataModule, "optimizer": Optimizer}[part]
-    # By default it would end the process, and show the usage of a command that nobody called.
+    # By default the parser would exit and print the usage of a command that nobody called.
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(kind, part, **options)
     try:
@@ -168,13 +148,13 @@ def _made(settings: dict[str, Any], part: str, **options: Any) -> Any:
 
 
 def _optimizers(settings: dict[str, Any], model: LightningModule) -> list[Optimizer]:
-    """Return the optimizers of a run: the config's, as LightningCLI has them, or the model's."""
+    """Return the optimizers of the config, or of the model."""
     if settings.get("optimizer"):
         described = _made(settings, "optimizer", instantiate=False, skip={"params"})
         return [instantiate_class(([*model.parameters()],), described)]
-    # What a Trainer says of devices would stand in the middle of the plan.
+    # Messages of the Trainer about devices would interrupt the plan.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    # Schedules ask it for the steps of a run; states do not depend on them.
+    # Schedules ask the Trainer for the number of steps, on which states do not depend.
     model.trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, logger=False
     )
@@ -182,18 +162,17 @@ def _optimizers(settings: dict[str, Any], model: LightningModule) -> list[Optimi
     return [leaf for leaf in made if isinstance(leaf, Optimizer)]
 
 
-def _data(settings: dict[str, Any]) -> tuple[LightningDataModule | LightningModule, Any]:
-    """Return what has the training loader, the data module or the model, and a batch of it."""
+def _batch(settings: dict[str, Any]) -> Any:
+    """Return the first batch of the training loader of the data module, or of the model."""
     data = _made(settings, "data") if "data" in settings else _model(settings)
     if not is_overridden("train_dataloader", data):
         raise ValueError(
             "Passed a config without `data`, whose model has no `train_dataloader`, so the bytes "
-            "of a pair are unknown. Add the data module that the run will have."
+            "of a pair are unknown. Add the data module of the run."
         )
-    # There is no Trainer to call them.
     data.prepare_data()
     data.setup("fit")
-    return data, next(iter(data.train_dataloader()))
+    return next(iter(data.train_dataloader()))
 
 
 def _arguments(described: Any) -> dict[str, Any]:
@@ -202,7 +181,7 @@ def _arguments(described: Any) -> dict[str, Any]:
 
 
 def _precision(trainer: dict[str, Any]) -> str:
-    """Return the key of `PRECISIONS` that a Trainer's settings come to."""
+    """Return the key of `PRECISIONS` that the Trainer's settings select."""
     plugins = trainer.get("plugins") or []
     for plugin in plugins if isinstance(plugins, list) else [plugins]:
         path = plugin["class_path"] if isinstance(plugin, dict) else plugin
@@ -210,5 +189,4 @@ def _precision(trainer: dict[str, Any]) -> str:
         if name in PRECISIONS:
             return name
     named = str(trainer.get("precision"))
-    # A Trainer's own default, and another name of it.
     return "32-true" if named in ("32", "None") else named

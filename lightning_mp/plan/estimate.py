@@ -1,8 +1,4 @@
-"""What every method of a contrastive loss needs of a machine, for one subject.
-
-Legend: ``B`` global batch, ``b`` batch of a rank, ``W`` ranks, ``D`` feature width, ``m``
-micro-batch.
-"""
+"""Memory and time of a contrastive training step, for each method of computing the loss."""
 
 from __future__ import annotations
 
@@ -18,26 +14,15 @@ from lightning_mp.plan import formulas
 from lightning_mp.plan.formulas import DENSE, INF_CL, LOCAL, OURS
 from lightning_mp.plan.subject import Subject
 
-__all__ = [
-    "METHODS",
-    "Machine",
-    "Memory",
-    "Method",
-    "Rate",
-    "Seconds",
-    "exchanged",
-    "largest",
-    "memory",
-    "products",
-    "workspace_on",
-]
+# fmt: off
+__all__ = ["METHODS", "Machine", "Memory", "Method", "Rate", "Seconds", "exchanged", "largest",
+           "memory", "products", "workspace_on"]
+# fmt: on
 
 
 def _tiles_on(device: str, workspace_bytes: int | None = None) -> TileBackend:
-    """Return what multiplies our loss's tiles on a `"cuda"` or `"cpu"` device, which need not be.
-
-    Triton is there on Linux only; where a plan is made without it, torch's tiles stand in.
-    """
+    """Return the tile backend of a `"cuda"` or `"cpu"` device, which need not exist here."""
+    # Triton exists on Linux only; elsewhere torch's tiles stand for it.
     if device == "cpu" or importlib.util.find_spec("triton") is None:
         return TorchTiles(workspace_bytes)
     from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
@@ -46,20 +31,20 @@ def _tiles_on(device: str, workspace_bytes: int | None = None) -> TileBackend:
 
 
 def workspace_on(device: str) -> int:
-    """Return the bytes of our loss's workspace there."""
+    """Return the default workspace of the loss on a device, in bytes."""
     return _tiles_on(device).budget(torch.device(device))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is to be rented."""
+    """The machine that a run needs."""
 
-    gpus: int  # ranks W
-    gpu_bytes: float  # memory of each
+    gpus: int  # ranks, W
+    gpu_bytes: float  # memory of a GPU
     host_bytes: float  # memory of a node
-    gpus_per_node: int  # ranks that share it
-    workers: int  # of the loader of a rank
-    device: str = "cuda"  # `"cuda"` or `"cpu"`, which sizes the loss's workspace
+    gpus_per_node: int  # ranks that share a node
+    workers: int  # loader workers of a rank
+    device: str = "cuda"  # `"cuda"` or `"cpu"`, the device of the loss
 
     @property
     def ranks_per_node(self) -> int:
@@ -72,9 +57,9 @@ class Method:
     """A way to compute the loss."""
 
     name: str  # for tables
-    loss: str  # whose bytes it takes; see `formulas.loss_bytes`
-    products: int  # matrix products of `2 b B D` FLOPs, at the most
-    cached: bool = True  # whether towers see micro-batches
+    loss: str  # key of `formulas.loss_bytes`
+    products: int  # matrix products of `2 b B D` FLOPs, at most
+    cached: bool = True  # whether towers run in micro-batches
 
 
 METHODS = (
@@ -84,7 +69,7 @@ METHODS = (
     Method(INF_CL, INF_CL, formulas.INF_CL_PRODUCTS),
     Method(OURS, OURS, formulas.OUR_PRODUCTS),
 )
-"""The first is plain DDP; all others have gradient caching, as in the paper."""
+"""The first method is plain DDP; all others have gradient caching, as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +90,7 @@ class Memory:
 
 
 def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Memory:
-    """Return what a method needs."""
+    """Return the memory that a method needs."""
     rank_batch = batch / machine.gpus
     seen = min(subject.micro_batch, rank_batch) if method.cached else rank_batch
     # With offload, the device holds the micro-batches copied ahead and the one in use.
@@ -115,8 +100,8 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
     saved = sum(seen * tower.saved_per_pair for tower in towers)
     backbone: float = subject.static.gradient * subject.parameters
     if method.cached:
-        # Gradients are summed aside; the running tower's for this micro-batch come on top, and
-        # features have their gradients by now.
+        # A replay sums gradients aside: those of the running tower for this micro-batch come on
+        # top, and so do the gradients of the features.
         backbone += max(seen * t.saved_per_pair + formulas.FP32 * t.parameters for t in towers)
         backbone += features / 2
     else:
@@ -128,7 +113,7 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
         + subject.static.held * subject.frozen_parameters,
         data=min(staged, rank_batch) * subject.pair_bytes,
         features=features,
-        # Without the cache the towers' graphs are alive while the loss is computed.
+        # Without the cache the towers' graphs exist while the loss is computed.
         loss=loss + (0 if method.cached else saved),
         backbone=backbone,
         host=formulas.host_bytes(
@@ -157,16 +142,15 @@ def largest(method: Method, subject: Subject, machine: Machine) -> tuple[int, in
 def products(method: Method, batch: int, subject: Subject, machine: Machine) -> float:
     """Return the matrix products of `2 b B D` FLOPs of a loss and its backward.
 
-    Ours does without a part of one: what tiles it keeps from the first sweep for the second, here
-    as if the texts of all ranks came at once.
+    Our second sweep multiplies only the tiles that the workspace could not keep from the first,
+    here as if the texts of all ranks arrived at once.
     """
     if method.loss != OURS:
         return method.products
     dtype, device = getattr(torch, subject.static.activations), torch.device(machine.device)
     rows = -(-batch // machine.gpus)
-    # What travels between ranks has its part of the workspace first.
     left = workspace_on(machine.device)
-    if machine.gpus > 1:
+    if machine.gpus > 1:  # the exchange takes its part of the workspace first
         _, left = share_workspace([rows] * machine.gpus, subject.width, dtype, left)
     tiles = _tiles_on(machine.device, left)
     kept = tiles.stored_values(rows, batch, dtype, device)
@@ -177,10 +161,9 @@ def products(method: Method, batch: int, subject: Subject, machine: Machine) -> 
 def exchanged(
     method: Method, batch: int, subject: Subject, machine: Machine
 ) -> tuple[float, float]:
-    """Return the bytes that a rank sends for a loss and its backward, and its FLOPs meanwhile."""
+    """Return the bytes that a rank sends for a loss and its backward, and its FLOPs."""
     ranks, width = machine.gpus, subject.width
-    # CLIP's dense loss is computed whole on every rank.
-    shared = 1 if method.loss == DENSE else ranks
+    shared = 1 if method.loss == DENSE else ranks  # every rank computes CLIP's whole dense loss
     return (
         formulas.exchange_bytes(batch / ranks, ranks, width, subject.feature_itemsize),
         formulas.loss_flops(batch, shared, width, products(method, batch, subject, machine)),
@@ -189,17 +172,17 @@ def exchanged(
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast a rank is."""
+    """Speed of a rank."""
 
-    pairs_per_second: float  # through the towers, with gradient caching's replay
-    flops_per_second: float  # in the loss's products
-    bytes_per_second: float  # that a rank sends
-    source: str  # where the figures come from, for the table
+    pairs_per_second: float  # through the towers, replay included
+    flops_per_second: float  # in the products of the loss
+    bytes_per_second: float  # sent by a rank
+    source: str  # origin of the figures, for the table
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step."""
+    """Time of one step."""
 
     towers: float
     loss: float
@@ -209,9 +192,9 @@ class Seconds:
     def of(
         cls, method: Method, batch: int, subject: Subject, machine: Machine, rate: Rate
     ) -> Seconds:
-        """Return what a step of a method takes."""
+        """Return the time of a step with a method."""
         sent, flops = exchanged(method, batch, subject, machine)
-        # The rate is that of gradient caching, without which there is a forward less.
+        # The rate includes the replay; without a gradient cache there is a forward less.
         whole, work = (subject.flops_per_pair(cached=cached) for cached in (True, method.cached))
         share = work / whole if whole else 1.0
         return cls(
@@ -222,5 +205,5 @@ class Seconds:
 
     @property
     def step(self) -> float:
-        """Transfers run beside the products."""
+        """Time of the step; transfers run beside the products."""
         return self.towers + max(self.loss, self.exchange)

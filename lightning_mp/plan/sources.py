@@ -1,4 +1,4 @@
-"""Subjects by the name of a model, from kept libraries or CLIP's published sizes; no downloads."""
+"""Subjects by the name of a model, from installed libraries; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightning_mp.plan.tower_bytes import blank, computing_in, measure_towers
 
 __all__ = ["CLIP_SIZES", "subject_of_model"]
 
-# Vision (width, layers, heads, patch, image), text (width, layers, heads), projection. MLPs are
-# four times as wide, texts 77 tokens of 49,408. CLIP, https://arxiv.org/abs/2103.00020, Table 20.
+# Vision (width, layers, heads, patch, image), text (width, layers, heads), projection; the width
+# of an MLP is four times that of its layer. CLIP, https://arxiv.org/abs/2103.00020, Table 20.
 CLIP_SIZES = {
     "ViT-B/32": ((768, 12, 12, 32, 224), (512, 12, 8), 512),
     "ViT-B/16": ((768, 12, 12, 16, 224), (512, 12, 8), 512),
     "ViT-L/14": ((1024, 24, 16, 14, 224), (768, 12, 12), 768),
 }
 _TOKENS = 77
-# A model, the names of its methods for images and texts, the edge of an image, tokens of a text.
+# Model, names of its methods for images and texts, image size, tokens of a text.
 _Built = tuple[nn.Module, tuple[str, str], int, int]
 
 
 def subject_of_model(name: str, precision: str) -> Subject:
-    """Make a model from its configuration alone, on tensors without memory, and measure it.
+    """Make a model from its configuration, on tensors without memory, and measure it.
 
     Args:
         name: One of `CLIP_SIZES`, a model of open_clip such as `ViT-B-32`, a class of transformers
@@ -38,11 +38,11 @@ def subject_of_model(name: str, precision: str) -> Subject:
         precision: A key of `PRECISIONS`.
 
     Raises:
-        ValueError: No library here knows the name.
+        ValueError: No installed library has a model of this name.
     """
     build = _builder(name)
     with FakeTensorMode():
-        with computing_in(PRECISIONS[precision]):  # half weights are made so: fakes cannot convert
+        with computing_in(PRECISIONS[precision]):  # fake weights cannot be converted later
             model, names, size, tokens = build(name)
         image, text = (find_tower(model, tower) for tower in names)
 
@@ -56,7 +56,7 @@ def subject_of_model(name: str, precision: str) -> Subject:
         [torch.optim.AdamW(model.parameters())],
         name=name,
         towers=measured,
-        # Images as a loader yields them once they are augmented, fp32, and int64 tokens.
+        # Augmented images in fp32, and int64 tokens.
         pair_bytes=3 * size * size * 4 + tokens * 8,
         precision=precision,
         found="from its configuration, on tensors without memory",
@@ -78,9 +78,9 @@ def _builder(name: str) -> Callable[[str], _Built]:
             return _of_transformers
     raise ValueError(
         f"Passed `--model {name}`. It must be one of {', '.join(CLIP_SIZES)}, a class of "
-        "transformers such as `SiglipModel`, a folder with its config.json, or a name of "
-        f"open_clip's list. Here transformers is{'' if has_transformers else ' not'} installed, "
-        f"open_clip is{'' if has_open_clip else ' not'}; a config of your own goes by `--config`."
+        "transformers such as `SiglipModel`, a folder with its config.json, or a model name of "
+        f"open_clip. transformers is{'' if has_transformers else ' not'} installed, open_clip "
+        f"is{'' if has_open_clip else ' not'}. Pass the YAML file of your own run by `--config`."
     )
 
 
@@ -88,7 +88,7 @@ def _of_open_clip(name: str) -> _Built:
     import open_clip
 
     config = open_clip.get_model_config(name)
-    # It moves what it made to a device, which torch refuses tensors of `FakeTensorMode`.
+    # open_clip moves the model to a device, which fake tensors refuse.
     with unset_fake_temporarily(), torch.device("meta"):
         model = open_clip.create_model(name, pretrained=None, device="meta")
     blank(model)
@@ -107,7 +107,7 @@ def _of_transformers(name: str) -> _Built:
     else:
         make = transformers.AutoModel.from_config
         try:
-            # Without `local_files_only` it would ask the hub, and a plan downloads nothing.
+            # Otherwise transformers would ask the hub.
             config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         except OSError as error:
             raise ValueError(
@@ -118,8 +118,8 @@ def _of_transformers(name: str) -> _Built:
     if not (hasattr(config, "vision_config") and hasattr(config, "text_config")):
         raise ValueError(
             f"Passed `--model {name}`, whose {type(config).__name__} describes one tower. `plan` "
-            "counts towers for images and texts. Pass a model with both, such as `CLIPModel` or "
-            "`SiglipModel`, or a config of your own by `--config`."
+            "needs a tower for images and one for texts. Pass a model with both, such as "
+            "`CLIPModel` or `SiglipModel`, or the YAML file of your own run by `--config`."
         )
     with _without_initial_values():
         model = make(config)
@@ -138,7 +138,7 @@ def _clip_config(name: str) -> Any:
 
 
 def _encoder(width: int, layers: int, heads: int) -> dict[str, Any]:
-    # The paper's code has GELU; CLIP's own quick GELU saves one value more of each.
+    # The paper's code uses GELU; CLIP's own quick GELU saves one value more per activation.
     return {
         "hidden_size": width,
         "num_hidden_layers": layers,
@@ -149,7 +149,7 @@ def _encoder(width: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 def _without_initial_values() -> AbstractContextManager[Any]:
-    """Keep transformers from drawing weights: some of its draws look at what they drew."""
+    """Keep transformers from drawing weights, because some initializers read what they drew."""
     try:
         from transformers.initialization import no_init_weights
     except ImportError:  # transformers 4

@@ -1,4 +1,4 @@
-"""What a plan is about: a model, its towers and data, and what precision and optimizer keep."""
+"""The subject of a plan: a model, its towers, data, precision and optimizer states."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class StaticBytes:
     """Bytes of one trained parameter on a rank."""
 
     weight: int  # the weight that the optimizer steps, with its residual if it has one
-    copy: int  # a half copy that modules compute with; autocast makes one in each forward
+    copy: int  # the half copy that modules compute with; autocast makes one in each forward
     gradient: int  # as the optimizer sees it
-    bucket: int  # of DDP, from which gradients are averaged
+    bucket: int  # in the buckets of DDP
     activations: str  # dtype that most modules compute in
-    policy: str  # how that dtype comes about: `"none"`, `"autocast"` or `"weights"`
+    policy: str  # where that dtype comes from: `"none"`, `"autocast"` or `"weights"`
     stepped: str = "float32"  # dtype of the weights that the optimizer is given
 
     @property
     def held(self) -> int:
-        """Bytes of a parameter that is not trained: nothing steps it, so it needs no residual."""
+        """Bytes of a frozen parameter, which needs no residual."""
         dtype: torch.dtype = getattr(
             torch, self.activations if self.policy == "weights" else "float32"
         )
@@ -52,24 +52,24 @@ PRECISIONS = {
     "PureFP16": StaticBytes(4, 0, 4, 2, "float16", "weights"),
     "bf16-true": StaticBytes(2, 0, 2, 2, "bfloat16", "weights", stepped="bfloat16"),
 }
-"""By Lightning's name of a precision, or by the plugin. `PureFP16` has weight and residual of 2
-bytes each, and gradients of 4 from `on_before_optimizer_step` on."""
+"""By Lightning's name of a precision, or by the plugin. `PureFP16` has a weight and a residual of 2
+bytes each, and gradients of 4 bytes from `on_before_optimizer_step` on."""
 
 
 @dataclass(frozen=True)
 class TowerBytes:
-    """One tower, for the backward of one pair."""
+    """Figures of one tower for one pair."""
 
     saved_per_pair: float  # bytes that autograd saves for a pair
     flops_per_pair: float  # FLOPs of a forward
     parameters: int  # trained values that its output depends on
-    width: int  # values of its output for a pair, D
-    backward_flops_per_pair: float  # FLOPs of the backward; none where nothing is trained
+    width: int  # feature width, D
+    backward_flops_per_pair: float  # FLOPs of the backward; 0 for a frozen tower
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its data, as far as memory and time depend on them."""
+    """The properties of a model and its data that determine memory and time."""
 
     name: str  # for headings
     parameters: int  # trained values
@@ -83,22 +83,20 @@ class Subject:
     offload: bool = False  # whether the batch stays in host memory
     prefetch: int = 2  # micro-batches copied ahead with `offload`
     loader_batches: int = 1  # loader batches of a step
-    batch: int | None = None  # global batch of the config; `None` if it names none
-    rank_batch: int | None = None  # pairs that the config's loader yields on a rank for a step
+    rank_batch: int | None = None  # pairs of a rank in a step; `None` without a loader
+    devices: int | None = None  # ranks of a node; `None` if the config gives no number
+    nodes: int = 1  # nodes of the config
     found: str = field(default="", compare=False)  # how the towers were measured, for the table
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Sequence[Optimizer], **known: Any) -> Subject:
-        """Return a subject with the sizes of a model, and of its optimizers' states.
-
-        Where their steps fail here, those of AdamW are assumed.
-        """
+        """Return the subject of a model; states of AdamW stand for optimizers that cannot step."""
         trained = [p for p in model.parameters() if p.requires_grad]
         dtypes = dict.fromkeys(static.stepped for static in PRECISIONS.values())
         name = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
         try:
             states = {dtype: state_bytes(optimizers, getattr(torch, dtype)) for dtype in dtypes}
-        except Exception as error:  # optimizers raise what they like
+        except Exception as error:  # an optimizer may raise anything
             name = f"AdamW, as {name} takes no step here ({str(error).splitlines()[0]})"
             adamw = [torch.optim.AdamW(trained)]
             states = {dtype: state_bytes(adamw, getattr(torch, dtype)) for dtype in dtypes}
@@ -124,8 +122,8 @@ class Subject:
         return dtype.itemsize
 
     def flops_per_pair(self, *, cached: bool) -> float:
-        """Return the FLOPs of a pair through all towers and back."""
-        # The cache runs a forward twice; of a frozen tower it replays none.
+        """Return the FLOPs of a forward and backward of a pair through all towers."""
+        # A gradient cache runs the forward twice, except for frozen towers.
         return sum(
             tower.flops_per_pair * (2 if cached and tower.backward_flops_per_pair else 1)
             + tower.backward_flops_per_pair
@@ -134,11 +132,10 @@ class Subject:
 
 
 def state_bytes(optimizers: Sequence[Optimizer], dtype: torch.dtype) -> int:
-    """Return the bytes of all states after a step, whatever the optimizers keep.
+    """Return the bytes of all states after a step; the optimizers' own states are lost.
 
-    Each shape is stepped once, alone, on a tensor without memory. An optimizer that looks at its
-    values, as torch's Adafactor does, gets zeros; then one parameter is in memory at a time. Their
-    own states are lost. A step may fail, for want of a closure or of a GPU.
+    Each shape is stepped once, on a tensor without memory, or on zeros for an optimizer that reads
+    values, such as torch's Adafactor. The step of an optimizer may raise.
     """
     total = 0
     for optimizer in optimizers:
@@ -148,7 +145,7 @@ def state_bytes(optimizers: Sequence[Optimizer], dtype: torch.dtype) -> int:
             for shape, count in shapes.items():
                 try:
                     found = _state_bytes_of_one(optimizer, group, shape, dtype, FakeTensorMode())
-                except Exception:  # optimizers raise what they like
+                except Exception:  # an optimizer may raise anything
                     found = _state_bytes_of_one(optimizer, group, shape, dtype, nullcontext())
                 total += count * found
         optimizer.param_groups = groups
@@ -162,13 +159,12 @@ def _state_bytes_of_one(
     dtype: torch.dtype,
     mode: AbstractContextManager[object],
 ) -> int:
-    # Else the states of the shape before would be counted with this one's.
-    optimizer.state.clear()
+    optimizer.state.clear()  # of the shape before
     with mode:
         param = nn.Parameter(torch.zeros(shape, dtype=dtype))
         param.grad = torch.zeros_like(param)
         optimizer.param_groups = [{**group, "params": [param]}]
         optimizer.step()
-    # By storage, as views of one buffer count once.
+    # Views of one buffer count once.
     storages = (state.untyped_storage() for state in tensors_in([*optimizer.state.values()]))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

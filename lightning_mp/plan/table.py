@@ -1,36 +1,21 @@
-"""A plan as text, columns of figures and one sentence of advice, and as a picture."""
+"""Prints a plan: tables of figures and one sentence of advice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from lightning_mp._files import save_new
-from lightning_mp.plan.estimate import (
-    METHODS,
-    Machine,
-    Rate,
-    Seconds,
-    exchanged,
-    largest,
-    memory,
-)
+from lightning_mp.plan.estimate import METHODS, Machine, Rate, Seconds, exchanged, largest, memory
 from lightning_mp.plan.formulas import GIB, epoch_hours
 from lightning_mp.plan.subject import PRECISIONS, Subject
 
-__all__ = ["COLORS", "advice", "aligned", "draw_plan", "plan_lines"]
-
-# Told apart by eyes that cannot tell red from green; ours is the darkest.
-COLORS = ("#b3b3b3", "#d55e00", "#e69f00", "#56b4e9", "#00429d")
-
-_MARK = "lightning-mp plan"  # in the pictures
+__all__ = ["advice", "aligned", "plan_lines"]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return rows, of which the first is the header, as lines of aligned columns.
+    """Return rows as lines of aligned columns; the first row is the header.
 
-    The first column is aligned to the left, and with `left=2` the last one, of words, too.
+    The first column is aligned to the left; with `left=2`, so is the last one.
     """
     columns = list(zip(*rows, strict=True))
     padded = []
@@ -52,7 +37,7 @@ def _size(bytes_: float) -> str:
 def _count(pairs: float) -> str:
     """Return a number of pairs as the papers write it: k is 1,024, M is 1,024 k."""
     for unit, letter in ((2**20, "M"), (2**10, "k")):
-        # From ten units on, as there are no decimals: 1.5k would read 2k.
+        # Not below ten units: without decimals 1.5k would read 2k.
         if pairs >= 10 * unit:
             return f"{pairs / unit:,.0f}{letter}"
     return f"{pairs:,.0f}"
@@ -61,10 +46,7 @@ def _count(pairs: float) -> str:
 def plan_lines(
     subject: Subject, machine: Machine, batch: int, rate: Rate | None, pairs: int | None
 ) -> Iterator[str]:
-    """Yield the tables of a plan; everything in them is computed.
-
-    Without a rate there are no times, without the pairs of an epoch no hours.
-    """
+    """Yield the lines of a plan: times only with a rate, hours only with the pairs of an epoch."""
     towers = ", ".join(
         f"{name} {_size(tower.saved_per_pair)}" for name, tower in subject.towers.items()
     )
@@ -80,9 +62,9 @@ def plan_lines(
     yield ""
     yield from aligned([*_memories(subject, machine, batch)])
     yield (
-        "peak = static + data + features + the larger of loss and backbone. loss: logits or the "
-        "workspace of tiles, and without a cache the towers' activations. backbone: gradients of "
-        "the weights, and activations of a micro-batch, or of the batch without a cache."
+        "peak = static + data + features + the larger of loss and backbone. The loss holds logits "
+        "or a workspace of tiles; the backbone holds gradients of the weights and activations of a "
+        "micro-batch. Without a gradient cache both hold the activations of the whole batch."
     )
     yield ""
     ours = memory(METHODS[-1], batch, subject, machine)
@@ -101,10 +83,9 @@ def plan_lines(
         yield from aligned([*_times(subject, machine, batch, rate, pairs)])
         yield f"Rate: {rate.source}"
     else:
-        yield "Times: pass `--pairs-per-second` of a GPU, `measure`, or `--tflops` it sustains."
+        yield "Times: pass `--pairs-per-second` of a GPU, or the `--tflops` that it sustains."
 
 
-# Columns, by the names of the values below them.
 _BYTES = "static", "data", "features", "loss", "backbone", "peak"
 _SECONDS = "towers", "loss", "exchange", "step"
 
@@ -139,7 +120,7 @@ def _times(
 
 
 def advice(subject: Subject, machine: Machine, batch: int) -> str:
-    """Return one sentence: whether the batch fits, and if not, all that has to change."""
+    """Return one sentence: whether the batch fits, and what to change if not."""
     passed, changed = [], subject
     asked = needed = memory(METHODS[-1], batch, subject, machine)
     if asked.peak > machine.gpu_bytes and not subject.offload:
@@ -173,43 +154,4 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
         f"{batch:,} pairs fit: {_size(needed.peak)} of {_size(machine.gpu_bytes)} a GPU and "
         f"{_size(needed.host)} of {_size(machine.host_bytes)} a node; the largest batch is "
         f"{min(by_device, by_host):,}."
-    )
-
-
-def draw_plan(path: Path, subject: Subject, machine: Machine, batch: int) -> Path:
-    """Write a log-log picture of memory against batch, all of it computed; return its path.
-
-    A picture of an earlier plan is replaced; where another file is there, the name gets a number.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    sizes = [machine.gpus * 2**power for power in range(4, 40)]
-    sizes = [size for size in sizes if size <= 16 * batch]
-    for method, color in zip(METHODS, COLORS, strict=True):
-        peaks = [memory(method, size, subject, machine).peak / GIB for size in sizes]
-        # Inf-CL's line lies under ours where both have the same backbone.
-        width = 4.5 if method.name == "Inf-CL" else 1.8
-        axes.plot(sizes, peaks, "--", color=color, label=method.name, linewidth=width)
-    limit = machine.gpu_bytes / GIB
-    axes.axhline(limit, color="black", linewidth=1)
-    axes.annotate(f"{limit:g} GiB", (sizes[0], limit), xytext=(2, 3), textcoords="offset points")
-    axes.axvline(batch, color="black", linewidth=1, linestyle=":")
-    low = memory(METHODS[-1], sizes[0], subject, machine).peak / GIB
-    axes.set(
-        xscale="log",
-        yscale="log",
-        ylim=(low / 2, 30 * max(limit, low)),
-        xlabel="global batch, pairs",
-        ylabel="memory of a rank at its peak, GiB",
-        title=f"{subject.name} on {machine.gpus} ranks, {subject.precision} (computed)",
-    )
-    axes.set_xscale("log", base=2)
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.25)
-    kind = path.suffix[1:].lower() or "png"
-    mark = {"Software": _MARK} if kind == "png" else None
-    return save_new(
-        path, lambda file: figure.savefig(file, dpi=130, format=kind, metadata=mark), _MARK.encode()
     )

@@ -1,11 +1,8 @@
-"""What a model's towers keep for the backward of one pair, found without running them.
+"""Measures what a model's towers save for the backward of one pair.
 
-`FakeTensorMode` runs a model on tensors that have a shape, a dtype and the size of their storage
-but no memory, as on the meta device, and picks the operators of a real device: fused attention
-keeps no b x L x L matrix, which the meta device's own route would. A ViT-L takes a second. A model
-that looks at its values cannot run so, and is run on a few real pairs.
-
-Legend: ``n`` pairs of a call.
+`FakeTensorMode` runs a model on tensors without memory and picks the operators of a real device:
+fused attention saves no matrix of tokens by tokens, which the meta device's operators would. A
+ViT-L takes a second.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _SIZES = 2, 6  # pairs of the two steps that are measured
 
 
 def computing_in(precision: StaticBytes) -> AbstractContextManager[None]:
-    """Compute as a precision does, with the same dtypes on every device."""
+    """Return the context in which modules compute in the dtypes of a precision."""
     from lightning_mp.precision.op_policy import OpPolicy
 
     dtype = getattr(torch, precision.activations)
@@ -42,7 +39,7 @@ def computing_in(precision: StaticBytes) -> AbstractContextManager[None]:
 
 
 def blank(model: nn.Module) -> None:
-    """Give a model's parameters and buffers no values; inside `FakeTensorMode`, no memory."""
+    """Replace parameters and buffers by empty tensors, without memory inside `FakeTensorMode`."""
     blanks: dict[Tensor, Any] = {}  # weights that modules share stay shared
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -60,9 +57,9 @@ def blank(model: nn.Module) -> None:
 
 @dataclass
 class _Counts:
-    """What the calls of one tower in one step come to."""
+    """Totals over the calls of one tower in one step."""
 
-    saved: dict[int, Any] = field(default_factory=dict)  # storages for the backward, by their keys
+    saved: dict[int, Any] = field(default_factory=dict)  # storages that autograd saved, by key
     flops: int = 0
     backward_flops: int = 0
     parameters: int = 0
@@ -74,17 +71,17 @@ class _Counts:
 
 
 class _Counter:
-    """Attributes what autograd saves to the tower that is running; each storage counts once."""
+    """Attributes the storages that autograd saves to the running tower, each storage once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owned = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        self.of: dict[str, _Counts] = defaultdict(_Counts)  # by the towers' names
+        self.of: dict[str, _Counts] = defaultdict(_Counts)  # by name of the tower
         self._running: list[str] = []
 
     def call(
         self, tower: Tower, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
-        """Answer a call of a tower, and count."""
+        """Run a call of a tower, and count."""
         counts = self.of[tower.name]
         self._running.append(tower.name)
         try:
@@ -94,28 +91,27 @@ class _Counter:
             self._running.pop()
         counts.flops += flops.get_total_flops()
         tensors = tensors_in(outputs)
-        # Models of transformers return tokens beside the features.
+        # Models of transformers also return tokens.
         features = next((leaf for leaf in tensors if leaf.ndim == 2), tensors[0])
         counts.width = features.shape[-1]
         counts.parameters = _trained_values(outputs)
         if features.requires_grad:
             with FlopCounterMode(display=False) as flops:
-                # Retained, as a step that optimizes by hand runs a backward of its own.
+                # A step with manual optimization runs its own backward later.
                 features.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
             counts.backward_flops += flops.get_total_flops()
         return outputs
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Note a saved tensor."""
+        """Record a saved tensor."""
         if self._running and _storage(tensor) not in self._owned:
-            # Kept alive, or an address that was freed could count twice.
-            # What a tower inside another saves is the outer one's.
+            # Kept alive, so that its key stays unique. Nested towers count for the outer one.
             self.of[self._running[0]].saved[_storage(tensor)] = tensor.untyped_storage()
         return tensor
 
 
 def _trained_values(outputs: Any) -> int:
-    """Count the parameters that outputs depend on, for a method has none of its own."""
+    """Return the number of trained values that the outputs depend on."""
     reached = [tensor.grad_fn for tensor in tensors_in(outputs)]
     seen, values = set(reached), 0
     while reached:
@@ -140,12 +136,12 @@ def measure_towers(
     step: Callable[[int], Any],
     precision: StaticBytes,
 ) -> dict[str, TowerBytes]:
-    """Run a step at two sizes and return each tower's slope.
+    """Run a step at two sizes, and return the difference per pair for each tower.
 
     Raises:
-        ValueError: A tower was not called.
+        ValueError: The step did not call a tower.
     """
-    # A slope, as what a call saves whatever its size, such as half weights, is not a pair's.
+    # The difference leaves out what does not depend on the size, such as half weights.
     counters = []
     for size in _SIZES:
         counter = _Counter(model)
@@ -158,7 +154,7 @@ def measure_towers(
             try:
                 step(size)
             except RuntimeError:
-                # A loss may look at its features; only what comes before it is to be measured.
+                # The loss may read values, which fake tensors lack; the towers have run by then.
                 if not all(counter.of[tower.name].width for tower in towers):
                     raise
         counters.append(counter)
@@ -166,7 +162,7 @@ def measure_towers(
     if silent:
         raise ValueError(
             f"Passed towers {[tower.name for tower in towers]!r}, but the training step did not "
-            f"call {silent!r}. Name what it calls, as for `InfCLStrategy`."
+            f"call {silent!r}. Name the towers that it calls, as for `InfCLStrategy`."
         )
     few, many = (counter.of for counter in counters)
     return {tower.name: _slope(few[tower.name], many[tower.name]) for tower in towers}

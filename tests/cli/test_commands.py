@@ -88,8 +88,8 @@ done
 # What is typed, and all that it is completed to.
 TYPED = {
     "r": {"report"},
-    "p": {"predict", "plan"},
-    "plan --pict": {"--picture"},
+    "p": {"predict", "plan", "preflight"},
+    "plan --tf": {"--tflops"},
     "fit --trainer.plugins.half_o": {"--trainer.plugins.half_ops"},
     "fit --trainer.callbacks lightning_mp.S": {"lightning_mp.SpikeGuard"},
     "fit --trainer.strategy lightning_mp.InfCLS": {"lightning_mp.InfCLStrategy"},

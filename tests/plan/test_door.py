@@ -1,4 +1,4 @@
-"""What newcomers pass to `plan` first: one tower, and a config whose loader is in the model."""
+"""`plan` with a model of one tower, and with a config whose model has the loader."""
 
 from pathlib import Path
 
@@ -23,6 +23,7 @@ class WithLoader(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.visual, self.text, self.loss = nn.Linear(12, 8), nn.Linear(6, 8), ContrastiveLoss()
+        self.batch_size = 48  # of a rank
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         image, text = self.visual(batch[0]), self.text(batch[1])
@@ -45,7 +46,7 @@ def config(folder: Path, model: type) -> str:
     strategy = {"class_path": "InfCLStrategy", "init_args": {"loader_batches_per_step": 2}}
     path = folder / "run.yaml"
     settings = {
-        "trainer": {"strategy": strategy, "precision": "bf16-mixed"},
+        "trainer": {"strategy": strategy, "precision": "bf16-mixed", "devices": 2, "num_nodes": 2},
         "model": {"class_path": f"{__name__}.{model.__name__}"},
     }
     path.write_text(yaml.safe_dump(settings))
@@ -59,15 +60,18 @@ def test_config_whose_loader_is_in_the_model_is_planned_with_its_batch(
     subject = subject_of_config(path)
     assert subject.pair_bytes == 4 * (12 + 6)
     assert subject.rank_batch == 2 * 48
-    main(["plan", "--config", path, "--gpus", "4", "--picture", ""])
+    main(["plan", "--config", path])
     printed = capsys.readouterr().out
     assert "Batch 384 on 4 rank(s), 96 each" in printed
-    assert "backbone: gradients of the weights" in printed
+    assert "for 2 rank(s)" in printed
+    assert "The loss holds logits or a workspace of tiles; the backbone holds gradients" in printed
+    main(["plan", "--config", path, "--gpus", "8"])
+    assert "Batch 768 on 8 rank(s), 96 each" in capsys.readouterr().out
 
 
 def test_config_without_any_loader_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="whose model has no `train_dataloader`"):
-        main(["plan", "--config", config(tmp_path, WithoutLoader), "--picture", ""])
+        main(["plan", "--config", config(tmp_path, WithoutLoader)])
 
 
 def test_model_with_one_tower_is_refused_in_a_sentence() -> None:
