@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 __all__ = [
     "join_weight",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 _SMALL = 2**16  # elements; with fewer, launching takes longer than the kernel
+_CACHED = 2**17  # elements; with more, the temporaries of a split leave the caches of a CPU core
 
 # Bits of an fp32 significand that do not fit into half precision.
 _LOST_BITS = {torch.float16: 13, torch.bfloat16: 16}
@@ -88,22 +90,28 @@ def _together(
 ) -> list[tuple[Tensor, ...]]:
     """Apply an elementwise function to the tensors of each row, with small tensors batched."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
+    sizes: dict[Hashable, int] = defaultdict(int)
     for index, row in enumerate(rows):
-        is_small = row[0].numel() <= _SMALL and all(
+        first = row[0]
+        key: Hashable = index
+        if first.numel() <= _SMALL and all(
             type(each) in (Tensor, nn.Parameter) and each.is_contiguous() for each in row
-        )
-        groups[(row[0].device, row[0].dtype) if is_small else index].append(index)
+        ):
+            place = first.device, first.dtype
+            sizes[place] += first.numel()
+            # On a CPU, a batch should fit into the caches; on a GPU, launches should be few.
+            key = (*place, sizes[place] // _CACHED if first.device.type == "cpu" else 0)
+        groups[key].append(index)
     results: dict[int, tuple[Tensor, ...]] = {}
     for members in groups.values():
         if len(members) == 1:
             results[members[0]] = function(*rows[members[0]])
             continue
+        like = [rows[index][0] for index in members]
         columns = zip(*(rows[index] for index in members), strict=True)
-        flat = [torch.cat([each.reshape(-1) for each in column]) for column in columns]
-        sizes = [rows[index][0].numel() for index in members]
-        parts = [output.split(sizes) for output in function(*flat)]
-        for index, values in zip(members, zip(*parts, strict=True), strict=True):
-            results[index] = tuple(value.view(rows[index][0].shape) for value in values)
+        outputs = function(*(_flatten_dense_tensors(column) for column in columns))
+        parts = [_unflatten_dense_tensors(output, like) for output in outputs]
+        results.update(zip(members, zip(*parts, strict=True), strict=True))
     return [results[index] for index in range(len(rows))]
 
 

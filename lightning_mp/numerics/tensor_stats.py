@@ -47,7 +47,9 @@ class NonFinite(NamedTuple):
 
 def local_shard(tensor: Any) -> Tensor:
     """Return this rank's shard of a DTensor; return other tensors unchanged."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    # Check the type first: `hasattr` on a plain tensor raises and catches an AttributeError.
+    is_plain = type(tensor) is Tensor or not hasattr(tensor, "to_local")
+    local: Tensor = tensor if is_plain else tensor.to_local()
     return local
 
 

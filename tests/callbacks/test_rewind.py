@@ -1,5 +1,3 @@
-"""`SpikeGuard(action="rewind")` returns to a checkpoint and skips the batches of the spike."""
-
 import csv
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`SpikeGuard` reports, skips or stops at spikes of the loss and of the gradient norm."""
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

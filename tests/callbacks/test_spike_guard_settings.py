@@ -1,5 +1,3 @@
-"""Arguments of `SpikeGuard`, its host syncs and its advice."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The robust window of `SpikeGuard` against a reference in NumPy."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""`ContrastiveRecall` against a reference in float64, with ties, candidates and identifiers."""
-
 import pickle
 
 import pytest

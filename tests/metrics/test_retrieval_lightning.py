@@ -1,5 +1,3 @@
-"""`ContrastiveRecall` logged by a LightningModule."""
-
 import lightning
 import pytest
 import torch

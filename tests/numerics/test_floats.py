@@ -1,5 +1,3 @@
-"""Facts about half-precision formats: rounding, flushing and overflow."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Thresholds and step sizes of `epsilon_report`, against torch's Adam."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""`InfClamp` replaces infinite activations by half the maximum and leaves every other bit."""
-
 import copy
 import dataclasses
 import io

@@ -1,5 +1,3 @@
-"""`InfClamp` counts the values that it clamps."""
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,5 +1,3 @@
-"""`OpPolicy` chooses the dtype of each operation."""
-
 import copy
 import functools
 import math

@@ -1,5 +1,3 @@
-"""`OpPolicy` inside other contexts: autocast, `torch.compile` and nested policies."""
-
 from typing import Any
 
 import pytest

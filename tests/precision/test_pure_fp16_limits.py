@@ -19,7 +19,14 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.averages import weight_averaging
-from tests.precision.models import Regression, fit, loader, make_trainer, perceptron
+from tests.precision.models import (
+    Regression,
+    fit,
+    loader,
+    make_trainer,
+    parameters_of,
+    perceptron,
+)
 
 
 class Lookahead(Optimizer):
@@ -225,3 +232,21 @@ def test_custom_functions_get_fp32_in_islands_as_there_is_no_autocast(
     model = Regression(lambda: nn.Sequential(nn.Linear(8, 8), _Custom(), nn.Linear(8, 1)))
     fit(model, PureFP16(fp32_modules=islands), loader(2))
     assert set(_Wide.seen) == {dtype}
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_a_frozen_layer_in_the_other_half_computes_as_one_in_fp32(half: Any) -> None:
+    other = torch.float16 if half == "bf16" else torch.bfloat16
+
+    class Based(Regression):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            layer = self.network[0].requires_grad_(False)
+            layer.to(other).to(dtype)  # both hold what the other half can hold
+
+    ends = []
+    for dtype in (torch.float32, other):
+        model = Based(dtype)
+        fit(model, PureFP16(half=half), loader(3))
+        ends.append(parameters_of(model))
+    assert torch.equal(*ends)

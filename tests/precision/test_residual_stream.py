@@ -1,5 +1,3 @@
-"""`find_residual_stream` finds the modules that write to the residual stream."""
-
 import pytest
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Torch's norms ask the op policy themselves: they return what the function mode would."""
+"""Norms of torch apply the op policy in their own forward, as the function mode would."""
 
 import contextlib
 import copy
@@ -64,3 +64,12 @@ def test_without_a_policy_a_served_norm_is_torchs() -> None:
     with contextlib.ExitStack() as undo:
         serve_norms([norm], undo)
         assert torch.equal(norm(X), expected)
+
+
+@pytest.mark.parametrize("name", ["layer", "group", "rms"])
+def test_a_frozen_norm_in_half_keeps_its_own_forward(name: str) -> None:
+    norm = NORMS[name]().half().requires_grad_(False)
+    with contextlib.ExitStack() as undo, OpPolicy().context("cpu", torch.float16):
+        expected = norm(X.half())
+        serve_norms([norm], undo)
+        assert torch.equal(norm(X.half()), expected)

@@ -21,7 +21,7 @@ class UnscaledGradients:
         # By `id`, as tensors are hashed in Python, and this is done for each of them in each step.
         self._unscaled: dict[int, Tensor] = {}
         # The gradients that backwards of scaled losses have left. Weak, as `zero_grad` frees them.
-        self._scaled: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._scaled: dict[int, weakref.ref[Tensor]] = {}
         # The gradients, and their versions, from before the backward that is running.
         self._before: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
 
@@ -37,18 +37,21 @@ class UnscaledGradients:
         try:
             yield
         finally:
-            self._note(_gradients(p for p in parameters if self._has_arrived(p)))
+            self._note(self._arrived(parameters))
             self._before = None
 
-    def _has_arrived(self, parameter: Tensor) -> bool:
-        grad = parameter.grad
-        if self._before is None or grad is None:
-            return False
-        old = self._before.get(id(parameter))
-        return old is None or old[0]() is not grad or old[1] != grad._version
+    def _arrived(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        before = self._before
+        return [
+            grad
+            for p in parameters
+            if before is not None and (grad := p.grad) is not None
+            if (old := before.get(id(p))) is None or old[0]() is not grad or old[1] != grad._version
+        ]
 
-    def _note(self, gradients: Iterable[Tensor]) -> None:
-        self._scaled.update({id(grad): grad for grad in gradients})
+    def _note(self, gradients: list[Tensor]) -> None:
+        self._scaled = {key: ref for key, ref in self._scaled.items() if ref() is not None}
+        self._scaled.update(zip(map(id, gradients), map(weakref.ref, gradients), strict=True))
 
     def has_scaled(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether any gradient is that of a scaled loss, also while its backward runs.
@@ -57,7 +60,10 @@ class UnscaledGradients:
         """
         if self._scaler is None or self._scaler.scale == 1:
             return False
-        return any(self._has_arrived(p) or id(p.grad) in self._scaled for p in parameters)
+        parameters = list(parameters)
+        # Python keeps one weak reference to an object, so `is` rules out a reused `id`.
+        known = (self._scaled.get(id(grad)) is weakref.ref(grad) for grad in _gradients(parameters))
+        return bool(self._arrived(parameters)) or any(known)
 
     def unscale(self, parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
         """Widen and unscale the gradients of parameters, those that are not yet.

@@ -8,7 +8,7 @@ state, fp32 *stand-ins* take the place of half weights in its groups, and its st
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.numerics.split_weights import join_weight, join_weights, split_weight
 from lightning_mp.optim._adamw.foreach import mix_seed, round_weights
 from lightning_mp.optim.fp32_states import widen_state
@@ -25,6 +26,8 @@ from lightning_mp.precision._weights.ledger import Entry, Ledger, parameters_of
 __all__ = ["HalfWeights", "WriteBack"]
 
 WriteBack = Literal["kahan", "stochastic", "nearest"]
+
+_CONVERTED = (torch.float32, *HALF_DTYPES)  # a frozen base may have come in the other half
 
 
 class HalfWeights:
@@ -47,7 +50,8 @@ class HalfWeights:
         self.write_back = write_back
         self.writes = 0  # seeds the noise, so that ranks and resumed runs round alike
         self._ledger = Ledger() if ledger is None else ledger
-        self._stand_ins: dict[Tensor, nn.Parameter] = {}  # stand-in -> weight, while they stand in
+        # Weights and their stand-ins, while an optimizer has these.
+        self._stand_ins: list[tuple[nn.Parameter, Tensor]] = []
         # Weight -> what `state_dict` gave out of it since the last step: in fp32 the weight itself.
         self._lent: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._written: set[nn.Parameter] = set()
@@ -109,8 +113,7 @@ class HalfWeights:
             own = [
                 p
                 for p in owner.parameters(recurse=False)
-                if p in self._ledger
-                or (p.dtype in (torch.float32, self.half) and id(p) not in kept)
+                if p in self._ledger or (p.dtype in _CONVERTED and id(p) not in kept)
             ]
             for parameter in own:
                 if parameter not in self._ledger:
@@ -280,7 +283,7 @@ class HalfWeights:
         else:
             self._swap_in(optimizer)
         try:
-            for stand_in, parameter in self._stand_ins.items():
+            for parameter, stand_in in self._stand_ins:
                 if parameter.grad is not None:
                     stand_in.grad = parameter.grad.float()
             yield
@@ -307,14 +310,14 @@ class HalfWeights:
     @torch.no_grad()
     def _round(self, optimizer: Optimizer) -> None:
         """Round the stand-ins of an optimizer, if any, into their weights and residuals."""
+        places = {id(each): index for index, each in enumerate(parameters_of(optimizer))}
         kept: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, residual, value
-        for index, stand_in in enumerate(parameters_of(optimizer)):
-            parameter = self._stand_ins.get(stand_in)
-            residual = None if parameter is None else self._residual_of(parameter)
-            if parameter is not None and residual is not None:
+        for parameter, stand_in in self._stand_ins:
+            residual = self._residual_of(parameter)
+            if residual is not None:
                 kept.append((parameter, residual, stand_in.detach()))
-            elif parameter is not None:
-                seed = mix_seed(self.writes, index)
+            else:
+                seed = mix_seed(self.writes, places[id(stand_in)])
                 round_weights([parameter], [], [stand_in.detach()], self.write_back, seed)
         if kept:
             weights, residuals, values = map(list, zip(*kept, strict=True))
@@ -328,26 +331,28 @@ class HalfWeights:
         if fits and "state" in state_dict:
             self._swap_in(optimizer)
 
+    @torch.no_grad()
     def _swap_in(self, optimizer: Optimizer) -> None:
-        halves = {p: self._residual_of(p) for p in parameters_of(optimizer) if p in self._ledger}
-        pairs = {p.detach(): rest for p, rest in halves.items() if rest is not None}
-        joined = iter(join_weights(list(pairs), list(pairs.values())))
-        stand_ins: dict[Any, Any] = {}
-        for parameter, rest in halves.items():  # in the order in which they were joined
-            value = parameter.float() if rest is None else next(joined)
-            stand_ins[parameter] = value.detach().requires_grad_()
-        _replace(optimizer, stand_ins)
-        self._stand_ins = {stand_in: parameter for parameter, stand_in in stand_ins.items()}
+        halves = [(p, self._residual_of(p)) for p in parameters_of(optimizer) if p in self._ledger]
+        pairs = [(p, rest) for p, rest in halves if rest is not None]
+        joined = iter(join_weights([p for p, _ in pairs], [rest for _, rest in pairs]))
+        values = [p.float() if rest is None else next(joined) for p, rest in halves]
+        self._stand_ins = [
+            (p, value.requires_grad_()) for (p, _), value in zip(halves, values, strict=True)
+        ]
+        _replace(optimizer, self._stand_ins)
 
     def _swap_out(self, optimizer: Optimizer) -> None:
-        _replace(optimizer, self._stand_ins)
-        self._stand_ins = {}
+        stand_ins, self._stand_ins = self._stand_ins, []
+        _replace(optimizer, [(stand_in, parameter) for parameter, stand_in in stand_ins])
 
 
-def _replace(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
-    """Put other tensors, with their states, in the place of some parameters of an optimizer."""
+def _replace(optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Put the second tensor of each pair, with its state, in the place of the first."""
+    others = {id(old): new for old, new in pairs}  # tensors are hashed in Python
     for group in optimizer.param_groups:
-        group["params"][:] = [others.get(p, p) for p in group["params"]]
-    for old, new in others.items():
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
+        group["params"][:] = [others.get(id(p), p) for p in group["params"]]
+    for old, new in pairs:
+        state = optimizer.state.pop(old, None)
+        if state is not None:
+            optimizer.state[new] = state
