@@ -1,4 +1,4 @@
-"""The command `python -m papers`, of a clone; it imports what it needs when it runs."""
+"""The command `python -m papers`, which runs in a clone and imports packages on demand."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ def reproduce(
     output: str = "reproduced",
     fast: bool = False,
 ) -> None:
-    """Make the tables and figures of a paper anew, at this machine's size.
+    """Reproduce the tables and figures of a paper at a size that fits this machine.
 
-    Every row says whether it was measured here or computed, with hardware, versions and date, and
-    stands in a CSV file; figures are pictures as well.
+    Every row is written to a CSV file with hardware, versions and date, and says whether it was
+    measured here, computed, or printed in the paper; figures are drawn as well.
 
     Args:
-        paper: `inf-cl` is arXiv 2410.17243: `table1`, `table2`, `figure1` (memory and largest
-            batch), `table3` (accuracy by loss), `table4` (tiling by levels), `figure4` (cost by
-            batch), `figure5` (accuracy by batch), `figures_and_formulas` (every printed figure
-            beside what `lightning-mp plan` predicts). `meta-vit` is Meta's ladder of a faster ViT:
-            `ladder` (each rung on top of the last), `chips` (throughput by their number), `gpus`
-            (an A100 against a V100, printed and by their peaks).
-            `mixed-precision` is `curves` (fp32, masters, none), `histogram` (gradients in fp16's
-            window), `scale` (the loss scale over time), `t5` (overflow and clamp), `adam` (zero
-            gradients and the step after them), `zeros` (their share in a run that fails).
-        only: Parts to make, such as `table4,figure4`; all if left out.
-        output: Folder for the files; each paper has its own in it.
-        fast: Sizes that show that all of it runs, and nothing more.
+        paper: `inf-cl` (arXiv 2410.17243) has the parts `table1`, `table2`, `figure1` (memory and
+            largest batch), `table3` (accuracy by loss), `table4` (levels of tiling), `figure4`
+            (cost by batch), `figure5` (accuracy by batch) and `figures_and_formulas` (every printed
+            figure beside the prediction of `lightning-mp plan`). `meta-vit`, Meta's steps to a
+            faster ViT, has `ladder` (each rung adds to the one before), `chips` (throughput by
+            number of chips) and `gpus` (an A100 beside a V100, as printed and by their peak rates).
+            `mixed-precision` has `curves` (with fp32, with master weights, without), `histogram`
+            (gradients in the range of fp16), `scale` (the loss scale over time), `t5` (overflow and
+            clamp), `adam` (zero gradients and the step after them) and `zeros` (the share of zero
+            gradients in a run that fails).
+        only: Comma-separated parts, such as `table4,figure4`; all if left out.
+        output: Folder for the files, which gets a subfolder for each paper.
+        fast: Use sizes that only show that everything runs.
     """
     module = f"papers.{paper.replace('-', '_')}"
     parts = importlib.import_module(module).PARTS
@@ -45,7 +46,7 @@ def reproduce(
     unknown = [name for name in chosen if name not in parts]
     if unknown:
         raise SystemExit(
-            f"python -m papers: {paper} has no {', '.join(unknown)}. Choose among "
+            f"python -m papers: {paper} has no part {', '.join(unknown)}. Choose among "
             f"{', '.join(parts)}."
         )
     from papers.output import Output
@@ -54,24 +55,24 @@ def reproduce(
     for name in out.progress(chosen, "parts"):
         try:
             parts[name](out)
-        # Some parts need the demo's packages; the others run without.
+        # Some parts need the packages of the demo.
         except ModuleNotFoundError as error:
             raise SystemExit(f"python -m papers: {name} needs `{error.name}`. {_HELP}") from None
-    minutes = sum(os.times()[:4]) / 60  # with those of ranks
-    print(f"All of it, {minutes:.1f} minutes of a core: {out.folder.resolve()}")
+    minutes = sum(os.times()[:4]) / 60  # ranks included
+    print(f"Finished in {minutes:.1f} core minutes: {out.folder.resolve()}")
 
 
-_HELP = "Run `pip install '.[demo]'` in the clone, or choose other parts by `--only`."
+_HELP = "Run `pip install '.[demo]'` in the clone, or choose other parts with `--only`."
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command with arguments, those of the command line if they are left out."""
+    """Run the command with the given arguments, by default those of the command line."""
     about = (inspect.getdoc(reproduce) or "").partition("\n\nArgs")[0]
     parser = ArgumentParser(prog="python -m papers", description=about)
     parser.add_function_arguments(reproduce, as_group=False, as_positional=True)
     for action in parser._actions:
         if action.type is bool or getattr(action, "_typehint", None) is bool:
-            action.nargs, action.const = "?", True  # `--fast` will do
+            action.nargs, action.const = "?", True  # so that `--fast` needs no value
     reproduce(**parser.parse_args(args).as_dict())
 
 

@@ -1,4 +1,4 @@
-"""A real small image task: digits and capitals in matplotlib's fonts, moved and turned.
+"""A small image task: digits and capitals in matplotlib's fonts, shifted and rotated.
 
 Shapes:
     N: images. s: edge in pixels.
@@ -20,11 +20,11 @@ _FONTS = (
     *("DejaVuSans-Oblique", "DejaVuSansMono-Oblique", "DejaVuSerif-Italic"),
     *("STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "cmr10", "cmss10", "cmtt10", "cmb10"),
 )
-_DRAWN = 64  # pixels that characters are drawn with, before they are moved and made smaller
+_DRAWN = 64  # edge in pixels of a drawing, before it is shifted and scaled down
 
 
 def draw(count: int, edge: int, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Return images and labels; what is drawn does not depend on the edge.
+    """Return images and labels; the drawings do not depend on the edge.
 
     Returns:
         Images (N, 1, s, s) of about zero mean and unit variance, and labels (N,) below 36.
@@ -54,13 +54,13 @@ def _drawn() -> Tensor:
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     pictures = []
     for name in _FONTS:
-        # Smaller than the frame, so that characters stay inside when they are moved and turned.
+        # Smaller than the frame, so that shifted and rotated characters stay inside.
         font = ImageFont.truetype(str(folder / f"{name}.ttf"), int(0.7 * _DRAWN))
         for character in CHARACTERS:
             picture = Image.new("L", (_DRAWN, _DRAWN))
             middle = (_DRAWN / 2, _DRAWN / 2)
             ImageDraw.Draw(picture).text(middle, character, 255, font, anchor="mm")
-            # A bytearray, as torch warns of tensors over bytes that cannot be written to.
+            # A bytearray, because torch warns of tensors over read-only memory.
             pictures.append(torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8))
     shape = len(_FONTS), len(CHARACTERS), _DRAWN, _DRAWN
     return torch.stack(pictures).view(shape).float() / 255

@@ -1,4 +1,4 @@
-"""A timed training by a stock Trainer: seconds and losses of its steps, and peak memory."""
+"""Trains with a stock Trainer and records step times, losses and peak memory."""
 
 import gc
 import logging
@@ -27,14 +27,14 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one fit left behind."""
+    """The result of one fit."""
 
     step_seconds: tuple[float, ...]  # of timed steps that were not skipped
     losses: tuple[float, ...]  # of all steps, before their updates
-    updates: int  # how many updates the last of these losses had behind it
+    updates: int  # number of updates before the last loss
     loss_scale: float | None  # after the last step; `None` without
     skipped_steps: int  # steps without an update
-    peak_bytes: int | None  # of the allocator; `None` on a CPU
+    peak_bytes: int | None  # by the allocator; `None` on a CPU
     parameters: int  # of the model
 
 
@@ -49,7 +49,7 @@ class Classifier(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
         images, labels = batch
         loss = F.cross_entropy(self.model(images).float(), labels)
-        self.losses.append(loss.detach())  # on the device, which a step should not wait for
+        self.losses.append(loss.detach())  # kept on the device, so that a step does not wait for it
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -60,7 +60,7 @@ class Classifier(pl.LightningModule):
 
 
 class _Clock(pl.Callback):
-    """Takes the time of every step after the warm-up that was not skipped."""
+    """Times every step after the warm-up that was not skipped."""
 
     def __init__(self, warm_up: int, device: torch.device) -> None:
         self.warm_up, self.device = warm_up, device
@@ -70,18 +70,18 @@ class _Clock(pl.Callback):
         self.peak_bytes: int | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.device.type == "cuda":  # the weights are there, and converted
+        if self.device.type == "cuda":  # by now the weights are converted
             torch.accelerator.reset_peak_memory_stats(self.device)
         self.loss_scale = scale_of(trainer.precision_plugin)
         self._start = timer()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        # What this hook itself takes belongs to no step: the next one starts at its end.
+        # The time of this hook belongs to no step: the next step starts at its end.
         took = timer() - self._start  # waits for the device
         self.updates_before = self.steps - self.skipped_steps
         scale = scale_of(trainer.precision_plugin)
         if scale is not None and self.loss_scale is not None and scale < self.loss_scale:
-            self.skipped_steps += 1  # no precision here lowers its scale for another reason
+            self.skipped_steps += 1  # here nothing else lowers a scale
         elif self.steps >= self.warm_up:
             self.step_seconds.append(took)
         self.steps += 1
@@ -89,13 +89,13 @@ class _Clock(pl.Callback):
         self._start = timer()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Here, as after the fit the model has left the device.
+        # Read here, because after the fit the model has left the device.
         if self.device.type == "cuda":
             self.peak_bytes = torch.accelerator.max_memory_allocated(self.device)
 
 
 def scale_of(plugin: Precision) -> float | None:
-    """Return the loss scale of Lightning's plugin or ours; `None` without."""
+    """Return the loss scale of a precision plugin, `None` if it has none."""
     scaler = getattr(plugin, "scaler", None)
     if scaler is None:
         return None
@@ -103,13 +103,13 @@ def scale_of(plugin: Precision) -> float | None:
 
 
 def train(model: pl.LightningModule, data: Any, **options: Any) -> None:
-    """Fit by a stock Trainer that says, logs and keeps nothing."""
+    """Fit with a stock Trainer that prints, logs and saves nothing."""
     for package in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(package).setLevel(logging.ERROR)
     off = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
     options |= dict.fromkeys(off, False)
     with warnings.catch_warnings():
-        # Advice about loops and data, what Lightning says of itself, and what runs here provoke.
+        # Advice about loops and data, and warnings that these runs provoke on purpose.
         warnings.simplefilter("ignore")
         pl.Trainer(**options).fit(model, data)
 
@@ -124,14 +124,14 @@ def fit(
     devices: int = 1,
     warm_up: int = 1,
 ) -> Outcome:
-    """Train for all batches, once."""
+    """Train on all batches once."""
     gc.collect()  # the last model and its Trainer refer to each other
     if device.type == "cuda":
         torch.accelerator.empty_cache()
     clock = _Clock(warm_up, device)
     train(
         classifier,
-        # They are batches already.
+        # The elements are batches already.
         DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
         accelerator="gpu" if device.type == "cuda" else device.type,
         devices=devices if device.index is None else [device.index],
@@ -139,7 +139,7 @@ def fit(
         max_epochs=1,
         plugins=plugin,
         callbacks=[clock],
-        use_distributed_sampler=False,  # every rank has batches of its own
+        use_distributed_sampler=False,  # every rank has its own batches
     )
     return Outcome(
         tuple(clock.step_seconds),

@@ -1,7 +1,7 @@
 """A pre-norm Vision Transformer in the usual sizes, with the rungs of Meta's ladder as arguments.
 
-The layout says how activations lie in memory, not what is computed: weights of one layout give the
-same outputs in the other. With the batch second, all tokens of one position are neighbours.
+The layout is the order of activations in memory and does not change the result: the same weights
+give the same outputs in both. With the batch second, tokens of the same position are neighbours.
 
 Shapes:
     N: images. L: tokens, with a class token where there is one. D: width. H: heads.
@@ -29,7 +29,7 @@ POOLS: tuple[Pool, ...] = ("cls", "mean")
 
 @dataclass(frozen=True)
 class ViTSize:
-    """Numbers of one size; the MLP is four times as wide as the tokens."""
+    """The dimensions of a size; the MLP is four times as wide as the tokens."""
 
     patch: int
     width: int
@@ -53,7 +53,7 @@ class ViTSize:
 SIZES = {
     "characters": ViTSize(patch=4, width=32, depth=2, heads=2),  # see `_characters.py`
     "tiny": ViTSize(patch=8, width=64, depth=2, heads=2),  # for rehearsals
-    "thin": ViTSize(patch=8, width=64, depth=24, heads=2),  # most of its time is the host's
+    "thin": ViTSize(patch=8, width=64, depth=24, heads=2),  # takes mostly host time
     "S16": ViTSize(patch=16, width=384, depth=12, heads=6),
     "B16": ViTSize(patch=16, width=768, depth=12, heads=12),
     "L16": ViTSize(patch=16, width=1024, depth=24, heads=16),
@@ -66,12 +66,12 @@ class ViT(nn.Module):
     """A Vision Transformer with a linear head.
 
     Args:
-        size: Its numbers.
+        size: The dimensions.
         image: Edge of the square images in pixels.
-        classes: Outputs of the head.
-        pool: `"cls"` reads a class token; `"mean"` has none and averages the tokens.
+        classes: Number of outputs of the head.
+        pool: `"cls"` reads a class token, `"mean"` averages the tokens.
         layout: `"nld"` keeps tokens as (N, L, D), `"lnd"` as (L, N, D): the batch second.
-        channels: Of the images.
+        channels: Channels of the images.
 
     Shapes:
         Images (N, channels, image, image) to logits (N, classes).
@@ -111,7 +111,7 @@ class ViT(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of images."""
         patches_NDL = self.patches(images).flatten(2)
-        # Without a copy here, additions would keep the strides of the convolution's output.
+        # Without this copy, additions would keep the strides of the convolution's output.
         order = (0, 2, 1) if self.batch_first else (2, 0, 1)
         x = patches_NDL.permute(order).contiguous()
         token_dim = 1 if self.batch_first else 0
@@ -119,7 +119,7 @@ class ViT(nn.Module):
             shape = (len(images), 1, -1) if self.batch_first else (1, len(images), -1)
             x = torch.cat([self.class_token.expand(shape), x], token_dim)
         x = self.blocks(x + self.positions.unsqueeze(1 - token_dim))
-        # The norm comes after pooling: of many tokens it would take a pass over memory.
+        # The norm comes after pooling, where it reads one token for each image instead of all.
         pooled = x.select(token_dim, 0) if self.pool == "cls" else x.mean(token_dim)
         logits: Tensor = self.head(self.norm(pooled))
         return logits
@@ -152,7 +152,7 @@ class _Attention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         order = (2, 0, 3, 1, 4) if self.batch_first else (2, 1, 3, 0, 4)
         q_NHLd, k_NHLd, v_NHLd = qkv.permute(order).unbind(0)
-        # Fused where the device has a kernel for it, which keeps no L x L matrix.
+        # A fused kernel, where the device has one, stores no L x L matrix.
         mixed_NHLd = F.scaled_dot_product_attention(q_NHLd, k_NHLd, v_NHLd)
         back = (0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)
         mixed: Tensor = self.out(mixed_NHLd.permute(back).flatten(2))

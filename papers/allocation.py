@@ -1,4 +1,4 @@
-"""What code allocates at its peak, to the byte."""
+"""Measures the peak memory of tensors, to the byte."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["peak_allocated"]
 
 
 def peak_allocated(run: Callable[[], object]) -> int:
-    """Return the most bytes of tensors that were alive at once, beyond those from before.
+    """Return the peak bytes of the tensors that `run` allocates on a CPU.
 
-    torch's profiler sees every allocation on a CPU, as the caching allocator does on CUDA; a
-    resident set would add libraries' work areas and what the heap keeps of freed blocks.
+    torch's profiler sees every allocation on a CPU, as the caching allocator does on CUDA. The
+    resident set would include the libraries' work areas and freed blocks that the heap keeps.
     """
-    # Above all that Kineto says, which asks once, at the first profile, and notes starts and stops.
+    # Silences Kineto, which reads the level once, at the first profile.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    gc.collect()  # what is freed in between would count
-    # The backend of `torch.profiler`: that one builds Python objects of all events, five times the
-    # work for a loss in small tiles.
+    gc.collect()  # garbage that is freed during the run would count
+    # `torch.profiler` would build Python objects of all events, which takes five times as long for
+    # a loss in small tiles.
     with profile(profile_memory=True) as profiled:
         run()
     events = profiled.kineto_results.events()  # type: ignore[union-attr]

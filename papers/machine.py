@@ -1,4 +1,4 @@
-"""The name of the processor, without any package."""
+"""The name of the processor, read without further packages."""
 
 import platform
 from pathlib import Path
@@ -7,7 +7,7 @@ __all__ = ["cpu_name"]
 
 
 def cpu_name() -> str:
-    """Return the model of this machine's CPU, its architecture where nobody knows it."""
+    """Return the model of this machine's CPU, or its architecture if the model is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""Meta's ladder of a faster ViT, each rung on top of the last, and throughput by chips.
+"""Meta's ladder of a faster ViT, where each rung adds to the one before, and throughput by chips.
 
-On a GPU the ladder is a ViT-H/16 and its images per second and TFLOP/s are measured. On a CPU it is
-a small one on drawn characters: FLOPs, bytes and losses, with no verdict on speed, which a CPU has
-for reasons of its own (it is slow at products of halves).
+On a GPU the model is a ViT-H/16, and images per second and TFLOP/s are measured. On a CPU it is a
+small ViT on drawn characters, and FLOPs, bytes and losses are measured. Speed is not judged on a
+CPU, which is slow at half-precision products.
 
 References:
     Speeding up Vision Transformers, https://ai.meta.com, 5 May 2022
@@ -11,7 +11,7 @@ References:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -29,7 +29,7 @@ from papers._characters import CHARACTERS, draw
 from papers._fit import Batch, Classifier, Outcome, fit
 from papers._vit import SIZES, Layout, Pool, ViT, ViTSize
 from papers.allocation import peak_allocated
-from papers.output import COMPUTED, MEASURED, PRINTED, Output, Row
+from papers.output import COMPUTED, MEASURED, PRINTED, Output, Row, line_width
 from papers.ranks import on_ranks
 
 __all__ = ["LADDER", "PARTS", "Rung", "Scene", "flops_of"]
@@ -41,30 +41,30 @@ _PRECISIONS: dict[str, Callable[[], Precision]] = {
     "balanced, FSDP": ModelParallelBalancedAMP,
     "pure fp16": PureFP16,
 }
-_LAST = 10  # steps whose losses are averaged
+_LAST = 10  # number of last steps whose losses are averaged
 _IMAGENET = 1_281_167  # images of an epoch
-# Meta's figures 2 and 3 for a ViT-H/16: times the rate of DDP with O1, and hours of an epoch.
+# Meta's figures 2 and 3 for a ViT-H/16: rate relative to DDP with O1, and hours of an epoch.
 _METAS_LADDER = {
     "DDP, O1": (1.0, 0.65),
     "FSDP, balanced, batch 560": (1.51, 0.43),
     "256 px": (1.86, None),
     "full fp16, less accurate": (2.18, None),
 }
-_METAS_CHIPS = 64, 1.83  # figure 4: times O1 on so many GPUs
-_METAS_A100 = 4.05  # figure 1: times a V100's images per second
-# TFLOP/s of fp16's tensor cores without sparsity, and GB/s of memory, in NVIDIA's data sheets.
+_METAS_CHIPS = 64, 1.83  # figure 4: GPUs, and rate relative to O1 on as many
+_METAS_A100 = 4.05  # figure 1: images per second relative to a V100
+# TFLOP/s of tensor cores in fp16 without sparsity, and GB/s of memory, from NVIDIA's data sheets.
 _PEAKS = {"V100 SXM2": (125, 900), "A100 SXM4 80 GB": (312, 2039), "H100 SXM5": (989, 3350)}
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A training, as the one before it but for its name."""
+    """A training; each rung changes one property of the rung before."""
 
-    name: str  # what it adds
+    name: str  # the property that it changes
     precision: str = "32-true"  # one of `_PRECISIONS`
-    optimizer: str = "foreach"  # kernels of AdamW
-    pool: Pool = "cls"  # what the head reads
-    layout: Layout = "nld"  # of the activations
+    optimizer: str = "foreach"  # implementation of AdamW
+    pool: Pool = "cls"  # input of the head
+    layout: Layout = "nld"  # layout of the activations
     larger: bool = False  # images of 256 instead of 224 pixels, or as many patches of smaller ones
 
 
@@ -76,7 +76,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"name": "batch second", "layout": "lnd"},
     {"name": "FSDP", "precision": "balanced, FSDP"},
     {"name": "256 px", "larger": True},
-    # Half weights are whole on every rank: DDP again.
+    # `PureFP16` needs whole weights on every rank: DDP again.
     {"name": "pure fp16, DDP", "precision": "pure fp16", "optimizer": "safe"},
 )
 LADDER = tuple(
@@ -86,11 +86,10 @@ LADDER = tuple(
 
 @dataclass(frozen=True)
 class Scene:
-    """What the ladder stands in."""
+    """Sizes and settings that all rungs share."""
 
-    size: ViTSize  # of the ViT
-    # Of the images, without and with the larger ones; 7 and 8 patches a side, twice as many on a
-    # GPU.
+    size: ViTSize  # size of the ViT
+    # Edge of the images without and with `larger`: 7 and 8 patches, 14 and 16 on a GPU.
     edges: tuple[int, int]
     batch: int  # images of a rank and step
     steps: int  # of a training
@@ -99,10 +98,11 @@ class Scene:
 
     @classmethod
     def here(cls, *, fast: bool) -> Scene:
-        """Return the one for this machine."""
+        """Return the scene for this machine."""
         if torch.cuda.is_available() and not fast:
             return cls(SIZES["H16"], (224, 256), 64, 60, 1e-3, "cuda")
-        # A CPU takes some 0.1 s for a step in fp16: all rungs take minutes, and each has learned.
+        # A CPU takes about 0.1 s for a step in fp16, so all rungs take minutes, and each one
+        # learns.
         size = replace(SIZES["characters"], depth=1) if fast else SIZES["characters"]
         return cls(size, (28, 32), 4 if fast else 32, 2 if fast else 300, 3e-3, "cpu")
 
@@ -111,7 +111,7 @@ class Scene:
         return self.edges[rung.larger]
 
     def model(self, rung: Rung) -> ViT:
-        """Return a rung's model, on the present default device."""
+        """Return a rung's model on the default device."""
         kinds: dict[str, Any] = {"pool": rung.pool, "layout": rung.layout, "channels": 1}
         return ViT(self.size, image=self.edge(rung), classes=len(CHARACTERS), **kinds)
 
@@ -123,7 +123,7 @@ class Scene:
 
 
 class _Sharding(Classifier):
-    """Shards its blocks and itself where the strategy asks for it."""
+    """Shards its blocks and itself under `ModelParallelStrategy`."""
 
     def configure_model(self) -> None:
         plugin: Any = self.trainer.precision_plugin
@@ -138,7 +138,7 @@ class _Sharding(Classifier):
 
 
 def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) -> Outcome:
-    """Train a rung on this rank; of a group if there is one."""
+    """Train a rung on this rank, in the process group if there is one."""
     device, is_in_group = torch.device(scene.device), dist.is_initialized()
     ranks = dist.get_world_size() if is_in_group else 1
     torch.manual_seed(seed)
@@ -155,16 +155,16 @@ def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) 
         plugin=_PRECISIONS[rung.precision](),
         strategy=strategy,
         devices=ranks,
-        # At least one step is left to be timed.
+        # At least one step is timed.
         warm_up=min(5, len(batches) - 1),
     )
-    if not is_in_group:  # the strategy's own, which the next training would take for a launcher's
+    if not is_in_group:  # the strategy made a group, which the next training must not find
         dist.destroy_process_group()
     return outcome
 
 
 def flops_of(scene: Scene, rung: Rung) -> int:
-    """Return the FLOPs of forward and backward for one image: three times those of the forward."""
+    """Return the FLOPs of forward and backward for one image, three times those of the forward."""
     with torch.device("meta"):
         model, edge = scene.model(rung), scene.edge(rung)
         image = torch.empty(1, 1, edge, edge)
@@ -174,20 +174,20 @@ def flops_of(scene: Scene, rung: Rung) -> int:
 
 
 def _peak(scene: Scene, rung: Rung, outcome: Outcome) -> int | None:
-    """Return the most bytes of a training: the allocator's, or on a CPU those of two steps."""
+    """Return the peak memory: that of the allocator, or on a CPU that of two steps."""
     if scene.device == "cuda":
         return outcome.peak_bytes
-    batches = scene.batches(rung, 2)  # drawing takes more than a small model
+    batches = scene.batches(rung, 2)  # drawing more would take more memory than the model
     return peak_allocated(lambda: train(scene, rung, batches))
 
 
 def ladder(out: Output) -> None:
-    """Climb the ladder; each rung's loss is held against the first's, beside another seed's."""
+    """Train every rung, and compare its loss with that of the first rung and of another seed."""
     scene = Scene.here(fast=out.fast)
     on_cpu = scene.device == "cpu"
     seeds = [(rung, 0) for rung in LADDER]
-    # Another seed says how much of a difference between rungs is noise.
-    seeds.insert(1, (replace(LADDER[0], name="the same from another seed"), 1))
+    # Another seed shows how much of a difference between rungs is noise.
+    seeds.insert(1, (replace(LADDER[0], name="32-true, DDP, another seed"), 1))
     rows: list[Row] = []
     losses: dict[str, Sequence[float]] = {}
     for rung, seed in out.progress(seeds, "rungs"):
@@ -219,14 +219,14 @@ def ladder(out: Output) -> None:
         {"rung": name, "times_O1": times, "epoch_h": hours, "kind": PRINTED}
         for name, (times, hours) in _METAS_LADDER.items()
     ]
-    verdict = "no verdict on speed: this is a CPU" if on_cpu else "measured on one chip"
+    verdict = "speed is not judged on a CPU" if on_cpu else "measured on one chip"
     before, after = scene.edges
     sizes = f"images of {before} px, {after} from the rung `256 px` on"
     title = f"The ladder, {scene.steps} steps of {scene.batch} {sizes}; {verdict}"
     out.table("ladder", [*rows, *printed], title)
     with out.picture("ladder", 2, f"Meta's ladder: {sizes}; {verdict}") as (left, right):
         column = "peak_mib" if on_cpu else "images_a_second"
-        # `barh` draws upwards: reversed, the first rung is on top.
+        # `barh` draws upwards, so the order is reversed.
         bars = {row["rung"]: row[column] for row in rows[::-1]}
         left.barh([*bars], [*bars.values()])
         left.set(xlabel="peak MiB of a step" if on_cpu else "images a second")
@@ -234,21 +234,16 @@ def ladder(out: Output) -> None:
             width = max(1, len(found) // 25)
             means = [statistics.mean(found[i : i + width]) for i in range(0, len(found), width)]
             steps = range(width, len(found) + 1, width)
-            right.plot(steps, means[: len(steps)], label=name, linewidth=_width(index, losses))
+            right.plot(steps, means[: len(steps)], label=name, linewidth=line_width(index, losses))
         right.set(xlabel="step", ylabel=f"loss, mean of {width} steps")
-        # Beside the lines, where it can hide none of them.
+        # Beside the axes, where the legend hides no line.
         right.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
-def _width(index: int, lines: Sized) -> float:
-    """Return the width of a line, so that what is drawn over it with the same values hides none."""
-    return 1 + 4 * (1 - (index + 1) / len(lines))
-
-
 def _seconds_on_rank(rank: int, scene: Scene, rung: Rung, steps: int) -> float:
-    """Return the median seconds of a step, on a GPU of its own where there are some."""
+    """Return the median seconds of a step, with one GPU for each rank if there are any."""
     if scene.device == "cuda":
-        # NCCL, in place of the gloo group that `on_ranks` has made.
+        # Replaces the gloo group that `on_ranks` made.
         size = dist.get_world_size()
         dist.destroy_process_group()
         torch.accelerator.set_device_index(rank)
@@ -258,7 +253,7 @@ def _seconds_on_rank(rank: int, scene: Scene, rung: Rung, steps: int) -> float:
 
 
 def chips(out: Output) -> None:
-    """Plot TFLOP/s a chip against chips, and the bytes that a chip sends for an image."""
+    """Measure TFLOP/s a chip by number of chips, and compute the bytes that a chip sends a step."""
     scene = Scene.here(fast=out.fast)
     on_cpu = scene.device == "cpu"
     most = 2 if on_cpu else torch.cuda.device_count()
@@ -268,19 +263,19 @@ def chips(out: Output) -> None:
     columns = "rung", "chips", "tflops_a_chip", "times_O1", "mib_sent_a_step", "kind"
     for rung in rungs:
         with torch.device("meta"):
-            # On shapes alone, so that a ViT-H is not made to be counted.
+            # On the meta device, so that counting allocates no ViT-H.
             weights = sum(p.numel() for p in scene.model(rung).parameters())
         for count in out.progress(counts, f"{rung.name}, chips"):
             steps = 2 if out.fast else 12
-            # The slowest rank, for which all others wait in the all-reduce.
+            # All ranks wait for the slowest one in the all-reduce.
             seconds = max(on_ranks(_seconds_on_rank, count, scene, rung, steps))
             tflops = scene.batch * flops_of(scene, rung) / seconds / 1e12
             figures = rung.name, count, tflops, None, None, MEASURED
             rows.append(dict(zip(columns, figures, strict=True)))
         for count in (1, 2, 4, 8, 16, 32, 64):
             share = (count - 1) / count
-            # A ring all-reduce sends each gradient twice; FSDP gathers half weights twice, and
-            # scatters the sums of fp32 gradients once.
+            # A ring all-reduce sends each gradient twice; FSDP all-gathers half-precision weights
+            # twice and reduce-scatters fp32 gradients once.
             sent = 2 * 4 * share if "FSDP" not in rung.precision else (2 * 2 + 4) * share
             computed = {"mib_sent_a_step": sent * weights / 2**20, "kind": COMPUTED}
             rows.append({"rung": rung.name, "chips": count} | computed)
@@ -290,14 +285,14 @@ def chips(out: Output) -> None:
         row["times_O1"] = row["tflops_a_chip"] / base[row["chips"]]
     count, times = _METAS_CHIPS
     rows.append({"rung": "all of Meta's", "chips": count, "times_O1": times, "kind": PRINTED})
-    verdict = "no verdict: ranks share a CPU" if on_cpu else "each rank on its own"
+    verdict = "not judged: ranks share a CPU" if on_cpu else "one GPU a rank"
     out.table("chips", rows, f"Throughput by chips ({verdict}), and bytes by formula")
     with out.picture("chips", 2, "Scaling") as (left, right):
         for index, rung in enumerate(rungs):
             own = [row for row in rows if row["rung"] == rung.name]
             for axes, column in ((left, "tflops_a_chip"), (right, "mib_sent_a_step")):
                 points = [(row["chips"], row[column]) for row in own if row.get(column) is not None]
-                style = {"label": rung.name, "linewidth": _width(index, rungs)}
+                style = {"label": rung.name, "linewidth": line_width(index, rungs)}
                 axes.plot(*zip(*points, strict=True), "o-", **style)
         left.set(title=f"measured; {verdict}", ylabel="TFLOP/s a chip", ylim=(0, None))
         right.set(title="computed", ylabel="MiB that a chip sends a step")
@@ -309,10 +304,10 @@ def chips(out: Output) -> None:
 
 
 def gpus(out: Output) -> None:
-    """Hold Meta's printed gain of an A100 over a V100 against what the two chips' peaks explain."""
+    """Compare Meta's gain of an A100 over a V100 with the ratio of the chips' peak rates."""
     columns = "chip", "tflops", "gb_a_second", "times_V100", "times_V100_by_memory", "kind"
     peaks = [(chip, t, gb, t / 125, gb / 900, COMPUTED) for chip, (t, gb) in _PEAKS.items()]
-    # Whichever of FLOPs and memory explains more of Meta's gain.
+    # The larger ratio, of FLOPs or of memory.
     explained = max(peaks[1][3:5])
     printed = [
         ("A100, Meta's ViT-H/16", None, None, _METAS_A100, None, PRINTED),
@@ -331,7 +326,7 @@ def gpus(out: Output) -> None:
         bars = {f"{chip}, peak": times for chip, _, _, times, *_ in peaks}
         bars |= {f"{chip}, memory": times for chip, _, _, _, times, _ in peaks}
         bars |= {"A100, printed by Meta": _METAS_A100}
-        colours = ["C1", *["C0"] * (2 * len(peaks))]  # what is printed stands out
+        colours = ["C1", *["C0"] * (2 * len(peaks))]  # highlights the printed figure
         axes.barh([*bars][::-1], [*bars.values()][::-1], color=colours)
         axes.set(xlabel="times a V100 SXM2")
 

@@ -1,7 +1,8 @@
-"""The figures that mixed-precision training is explained with, from runs of small models.
+"""Well-known figures about mixed-precision training, drawn from runs of small models.
 
-Three curves (fp32, masters, none), where gradients lie beside fp16's window, the loss scale over
-time, T5's overflow, Adam's starvation, and the share of zero gradients in a run that fails.
+Training curves with and without master weights, the histogram of gradients in the range of fp16,
+the loss scale over time, T5's overflow, Adam after zero gradients, and the share of zero gradients
+in a run that fails.
 
 References:
     - Mixed Precision Training, https://arxiv.org/abs/1710.03740, figures 2 and 3
@@ -35,15 +36,15 @@ _TINY, _HUGE = torch.finfo(FP16).tiny, torch.finfo(FP16).max
 
 
 class _Regression(pl.LightningModule):
-    """A perceptron that learns `sin(sum(x))`; writes down losses, loss scales and gradients."""
+    """A perceptron that learns `sin(sum(x))` and records losses, loss scales and gradients."""
 
     def __init__(
         self,
         optimizer: Callable[[Any], Optimizer],
         *,
         depth: int = 1,  # hidden layers
-        weight: float = 1.0,  # of the loss, and so of all gradients
-        outliers: int = 0,  # targets of every so many steps are a thousand times as large
+        weight: float = 1.0,  # factor of the loss, and therefore of all gradients
+        outliers: int = 0,  # interval of steps whose targets are a thousand times as large
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -53,7 +54,7 @@ class _Regression(pl.LightningModule):
         self.losses: list[float] = []
         self.scales: list[float] = []
         self.zero_shares: list[float] = []
-        self.logs: list[Tensor] = []  # log2 of magnitudes of gradients, a tensor a step
+        self.logs: list[Tensor] = []  # log2 of gradient magnitudes, one tensor a step
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch
@@ -62,25 +63,25 @@ class _Regression(pl.LightningModule):
         error = self.network(x).float() - y.float() * (1e3 if hard else 1.0)
         loss: Tensor = error.square().mean()
         self.losses.append(float(loss.detach()))
-        # Recorded without the weight, so that runs of different weights compare.
+        # Recorded without the weight, so that runs with different weights are comparable.
         return loss * self.weight
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        # Unscaled by now.
+        # Gradients are unscaled by now.
         flat = torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None])
         self.zero_shares.append(float((flat == 0).double().mean()))
-        # Of 0 it is -inf, which no histogram holds.
+        # Zeros are left out, because their logarithm is -inf.
         self.logs.append(flat[flat != 0].abs().log2())
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.scales.append(scale_of(self.trainer.precision_plugin) or 1.0)  # of the next step
+        self.scales.append(scale_of(self.trainer.precision_plugin) or 1.0)  # the next step's
 
     def configure_optimizers(self) -> Optimizer:
         return self.make(self.parameters())
 
 
 def _trained(model: _Regression, precision: Precision | None, steps: int) -> _Regression:
-    """Train on one batch, which is all of the data."""
+    """Train on a single batch, the whole data set."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 16, generator=generator)
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=64)
@@ -90,17 +91,17 @@ def _trained(model: _Regression, precision: Precision | None, steps: int) -> _Re
 
 
 def curves(out: Output) -> None:
-    """Train with fp32 weights, with fp16 and masters, and with fp16 alone."""
+    """Train in fp32, in fp16 with master weights, and in fp16 alone."""
     steps = 40 if out.fast else 1500
     precisions: dict[str, Precision | None] = {
         "fp32": None,
-        "fp16, fp32 masters (BalancedAMP)": BalancedAMP(half="fp16"),
+        "fp16, fp32 master weights (BalancedAMP)": BalancedAMP(half="fp16"),
         "fp16 and residual (PureFP16)": PureFP16(),
-        "fp16, no masters": PureFP16(write_back="nearest"),
+        "fp16, no master weights": PureFP16(write_back="nearest"),
     }
     runs = {}
     for name, precision in out.progress(precisions.items(), "curves"):
-        # Updates are below 2^-12 of most weights, so that fp16 alone cannot hold them.
+        # Updates are below 2^-12 of most weights, so fp16 alone rounds them away.
         model = _Regression(lambda params: torch.optim.SGD(params, lr=3e-3))
         runs[name] = _trained(model, precision, steps).losses
     reference = runs["fp32"][-1]
@@ -118,12 +119,12 @@ def curves(out: Output) -> None:
 
 
 def histogram(out: Output) -> None:
-    """Show where gradients lie beside fp16's window, and which scale moves them inside."""
+    """Show the gradients in the range of fp16, and the scale that moves them into it."""
     steps = 20 if out.fast else 400
     model = _Regression(lambda params: AdamW(params, lr=1e-3), depth=6, weight=1e-4)
     logs = torch.cat(_trained(model, None, steps).logs)
     flushed, overflow = math.log2(largest_flushed(FP16)), math.log2(smallest_overflowing(FP16))
-    headroom = overflow - 1 - float(logs.max())  # one bit for what training has not shown yet
+    headroom = overflow - 1 - float(logs.max())  # one bit for larger gradients later in training
     scale = 2.0 ** math.floor(headroom)
     rows: list[Row] = []
     for name, shift in (("as they are", 0.0), ("times the suggested scale", math.log2(scale))):
@@ -134,8 +135,8 @@ def histogram(out: Output) -> None:
             "overflowing": float((moved >= overflow).double().mean()),
         }
         rows.append({"gradients": name, "scale": 2.0**shift, **shares, "kind": MEASURED})
-    out.table("histogram", rows, "Shares of gradients that fp16 cannot hold in full")
-    with out.picture("histogram", 1, "Gradients and fp16's window") as (axes,):
+    out.table("histogram", rows, "Shares of gradients that fp16 cannot represent in full")
+    with out.picture("histogram", 1, "Gradients and the range of fp16") as (axes,):
         bins = range(math.floor(float(logs.min())) - 1, math.ceil(overflow) + 2)
         for row, color in zip(rows, ("tab:blue", "tab:orange"), strict=True):
             shift = math.log2(row["scale"])
@@ -150,7 +151,7 @@ def histogram(out: Output) -> None:
 
 
 def scale(out: Output) -> None:
-    """Show the loss scale of a run: halved by overflows, doubled after good steps."""
+    """Show the loss scale of a run: halved by overflows, doubled after finite steps."""
     steps, interval = (60, 10) if out.fast else (600, 50)
     start = 2.0**24
     config = LossScaleConfig(init_scale=start, growth_interval=interval)
@@ -160,8 +161,8 @@ def scale(out: Output) -> None:
     falls = [i for i in range(1, len(scales)) if scales[i] < scales[i - 1]]
     row: Row = {"steps": len(model.scales), "skipped": len(falls), "first": scales[0]}
     row |= {"lowest": min(scales), "highest": max(scales), "last": scales[-1], "kind": MEASURED}
-    out.table("scale", [row], f"Loss scale with a growth every {interval} good steps")
-    title = "Loss scale: half on overflow, double when all is well"
+    out.table("scale", [row], f"Loss scale, doubled after {interval} steps without overflow")
+    title = f"Loss scale: halved by an overflow, doubled after {interval} steps without one"
     with out.picture("scale", 1, title) as (axes,):
         axes.step(range(len(scales)), scales, where="post", label="loss scale")
         axes.plot(falls, [scales[i] for i in falls], "v", color="tab:red", label="step skipped")
@@ -171,7 +172,7 @@ def scale(out: Output) -> None:
 
 
 class _T5Block(nn.Module):
-    """T5's feed-forward: a norm by root mean square, `wi`, ReLU, `wo`, added to its input."""
+    """T5's feed-forward block: RMS norm, `wi`, ReLU, `wo`, added to the input."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -184,7 +185,7 @@ class _T5Block(nn.Module):
 
 
 def t5(out: Output) -> None:
-    """Let `wo` grow until fp16 overflows, in half and under autocast, with and without a clamp."""
+    """Scale up `wo` until fp16 overflows, in fp16 and under autocast, with and without clamp."""
     torch.manual_seed(0)
     base, x = nn.Sequential(_T5Block(), _T5Block()), torch.randn(8, 16, 64)
     exponents = (14, 18) if out.fast else range(14, 21)
@@ -192,7 +193,7 @@ def t5(out: Output) -> None:
     for exponent in exponents:
         for mode in ("fp16", "autocast"):
             for clamped in (False, True):
-                # Copies of one base: attempts differ by exponent, mode and clamp alone.
+                # Copies of the same blocks: runs differ only in exponent, mode and clamp.
                 blocks = copy.deepcopy(base)
                 with torch.no_grad():
                     blocks.get_parameter("0.wo.weight").mul_(2.0**exponent)
@@ -205,7 +206,7 @@ def t5(out: Output) -> None:
                 row = {"wo_times": 2.0**exponent, "mode": mode, "clamp": clamped}
                 row |= {"clamped_values": sum(clamp.counted().values()) if clamp else 0}
                 rows.append({**row, "tokens_lost": bad, "kind": MEASURED})
-    out.table("t5", rows, "Tokens with a NaN or an inf after two of T5's feed-forward blocks")
+    out.table("t5", rows, "Tokens with a NaN or inf after two of T5's feed-forward blocks")
     with out.picture("t5", 2, "T5's overflow, without and with InfClamp") as panels:
         for axes, mode in zip(panels, ("fp16", "autocast"), strict=True):
             for clamped, style in ((False, "o-"), (True, "s--")):
@@ -214,13 +215,13 @@ def t5(out: Output) -> None:
                 shares = [r["tokens_lost"] for r in points]
                 axes.plot([r["wo_times"] for r in points], shares, style, label=label)
             axes.set(title=mode, ylabel="share of tokens lost", ylim=(-0.05, 1.05))
-            axes.set_xlabel("weights of the first block's `wo`, times")
+            axes.set_xlabel("factor of the weights of the first block's `wo`")
             axes.set_xscale("log", base=2)
             axes.legend()
 
 
 def adam(out: Output) -> None:
-    """Give a weight zero gradients for long, then the old one: how far does Adam throw it?"""
+    """Measure Adam's update by the first gradient after a number of zero gradients."""
     pauses = (0, 10, 100) if out.fast else (0, 10, 100, 300, 1000, 3000, 10_000)
     options: dict[str, Any] = {"lr": 1e-6, "betas": (0.9, 0.999), "weight_decay": 0.0}
     makers: dict[str, Callable[[list[Tensor]], Optimizer]] = {
@@ -233,9 +234,9 @@ def adam(out: Output) -> None:
     for name, make in makers.items():
         weight = torch.zeros(64, requires_grad=True)
         optimizer = make([weight])
-        # The first step makes the states that are overwritten below.
+        # The first step creates the states that are overwritten below.
         _step(optimizer, weight, 1e-3)
-        # As after a million steps with this gradient: bias correction is over.
+        # The state after a million steps with this gradient, when bias correction has ended.
         known = {"step": 1e6, "exp_avg": 1e-3, "exp_avg_sq": 1e-6}
         for key, value in known.items():
             optimizer.state[weight][key].fill_(value)
@@ -244,11 +245,11 @@ def adam(out: Output) -> None:
             for _ in range(pause - taken):
                 _step(optimizer, weight, 0.0)
             taken = pause
-            # Deep, as `state_dict` holds the states themselves, which the probe writes to.
+            # A deep copy, because the trial step writes to the tensors of `state_dict`.
             weights, states = weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
             moved = _step(optimizer, weight, 1e-3) / options["lr"]
             with torch.no_grad():
-                # The step was a probe: the zeros go on as if it had not been made.
+                # Undo the trial step, so that the zero gradients continue.
                 weight.copy_(weights)
             optimizer.load_state_dict(states)
             rows.append({"optimizer": name, "zeros": pause, "update": moved, "kind": MEASURED})
@@ -256,18 +257,18 @@ def adam(out: Output) -> None:
         first, second = 0.9 ** (pause + 1) + 0.1, 0.999 ** (pause + 1) + 0.001
         update = first / math.sqrt(second)
         rows.append({"optimizer": "formula", "zeros": pause, "update": update, "kind": COMPUTED})
-    out.table("adam", rows, "The first step after zero gradients, in learning rates")
+    out.table("adam", rows, "The first step after zero gradients, in units of the learning rate")
     with out.picture("adam", 1, "Zero gradients starve the second moment") as (axes,):
         for name in (*makers, "formula"):
             points = [(r["zeros"], r["update"]) for r in rows if r["optimizer"] == name]
             axes.plot(*zip(*points, strict=True), "--" if name == "formula" else "o-", label=name)
-        axes.set(xlabel="zero gradients in a row", ylabel="update in learning rates")
+        axes.set(xlabel="zero gradients in a row", ylabel="update over learning rate")
         axes.set_xscale("symlog", linthresh=10)
         axes.legend()
 
 
 def _step(optimizer: Optimizer, weight: Tensor, gradient: float) -> float:
-    """Step once; return how far the first element moved."""
+    """Step once; return the change of the first element."""
     before = float(weight.detach()[0])
     weight.grad = torch.full_like(weight, gradient)
     optimizer.step()
@@ -275,12 +276,12 @@ def _step(optimizer: Optimizer, weight: Tensor, gradient: float) -> float:
 
 
 def zeros(out: Output) -> None:
-    """Train without a loss scale until gradients are zero, and the same with a dynamic one."""
+    """Train without a loss scale until gradients are zero, and with a dynamic one."""
     steps = 40 if out.fast else 300
     scales: dict[str, Any] = {"loss scale 1": 1.0, "dynamic loss scale": "dynamic"}
     runs: dict[str, _Regression] = {}
     for name, loss_scale in out.progress(scales.items(), "zeros"):
-        # A loss weighted so low that fp16 holds few of its gradients without a scale.
+        # The weight is so low that most gradients underflow in fp16 without a loss scale.
         model = _Regression(lambda params: AdamW(params, lr=1e-3), depth=4, weight=1e-5)
         runs[name] = _trained(model, BalancedAMP(half="fp16", loss_scale=loss_scale), steps)
     rows: list[Row] = []
@@ -289,7 +290,7 @@ def zeros(out: Output) -> None:
         losses = {"first_loss": run.losses[0], "last_loss": run.losses[-1]}
         rows.append({"run": name, "steps": steps, **shares, **losses, "kind": MEASURED})
     out.table("zeros", rows, "Share of gradients that are exactly 0")
-    title = "Without a loss scale most gradients are zero, and little is learned"
+    title = "Without a loss scale most gradients are zero, and the loss hardly falls"
     with out.picture("zeros", 2, title) as panels:
         for name, run in runs.items():
             panels[0].plot(run.zero_shares, label=name)

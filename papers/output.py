@@ -1,4 +1,4 @@
-"""Where reproduced tables and figures go: CSV files, pictures, and lines for the eye."""
+"""Writes reproduced tables and figures: CSV files, pictures and printed tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,20 +21,20 @@ from lightning_mp._files import save_new
 from lightning_mp.plan.table import aligned
 from papers.machine import cpu_name
 
-__all__ = ["COMPUTED", "MEASURED", "PRINTED", "Output", "Row"]
+__all__ = ["COMPUTED", "MEASURED", "PRINTED", "Output", "Row", "line_width"]
 
 MEASURED = "measured"
 COMPUTED = "computed"
 PRINTED = "printed in the paper"
-_MARK = "lightning-mp "  # in all files: those of an earlier run are replaced, and no others
+_MARK = "lightning-mp "  # in every file, so that only files of earlier runs are replaced
 
 T = TypeVar("T")
 Row: TypeAlias = dict[str, Any]
-"""A line of a table, by columns; `kind` is one of the three above."""
+"""One row of a table by column name; `kind` is one of the three constants above."""
 
 
 def _provenance() -> dict[str, str]:
-    """Return what a figure depends on beside its command: hardware, versions and date."""
+    """Return hardware, versions and date, on which a figure depends beside its command."""
     hardware = f"{cpu_name()}, {_cores()} cores"
     if torch.cuda.is_available():
         hardware += f", {torch.cuda.get_device_name()}"
@@ -45,26 +45,26 @@ def _provenance() -> dict[str, str]:
 
 
 class Output:
-    """A folder of files with their provenance.
+    """A folder of files that record their provenance.
 
     Args:
-        folder: Made if it is missing.
-        fast: Whether parts should take sizes that only show that they run.
-        title: For progress bars.
+        folder: The folder, which is created if it is missing.
+        fast: Whether parts use sizes that only show that they run.
+        title: Label of the progress bars.
     """
 
     def __init__(self, folder: Path, *, fast: bool, title: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.fast, self.title = folder, fast, title
-        # Once, so that all files of a run have the same date.
+        # Computed once, so that all files of a run have the same date.
         self.provenance = _provenance()
 
     def progress(self, items: Iterable[T], what: str) -> Iterator[T]:
-        """Yield items behind a progress bar, where there is a terminal to show it."""
+        """Yield items with a progress bar if there is a terminal."""
         yield from tqdm(items, desc=f"{self.title}: {what}", leave=False, disable=None)
 
     def table(self, name: str, rows: Sequence[Row], title: str) -> Path:
-        """Write rows as CSV with their provenance, and print them; the first has every column.
+        """Write rows and their provenance as CSV, and print them; the first row names all columns.
 
         Raises:
             ValueError: A row does not say whether it was measured, computed or printed.
@@ -73,10 +73,10 @@ class Output:
         if not kinds <= {MEASURED, COMPUTED, PRINTED}:
             raise ValueError(
                 f"Passed rows of the kinds {sorted(map(str, kinds))} to `Output.table`. Each must "
-                f"be {MEASURED!r}, {COMPUTED!r} or {PRINTED!r}. Say in `kind` how it came about."
+                f"be {MEASURED!r}, {COMPUTED!r} or {PRINTED!r}. Set the row's `kind`."
             )
         path, columns = self.folder / f"{name}.csv", list(rows[0])
-        text = io.StringIO(newline="")  # the csv module writes line ends itself
+        text = io.StringIO(newline="")  # the csv module writes line ends
         writer = csv.DictWriter(text, [*columns, *self.provenance])
         writer.writeheader()
         writer.writerows({**row, **self.provenance} for row in rows)
@@ -87,11 +87,11 @@ class Output:
 
     @contextmanager
     def picture(self, name: str, panels: int, title: str) -> Iterator[Any]:
-        """Yield the axes of a picture, and write it with its provenance below."""
-        # Not pyplot, which looks for a display and keeps every figure that it made.
+        """Yield the axes of a picture, then write the picture with its provenance below."""
+        # Not pyplot, which looks for a display and keeps every figure in memory.
         from matplotlib.figure import Figure
 
-        # Wider than three panels, a picture is scaled down on a page until nobody can read it.
+        # Four panels in a row would be scaled down on a page until they are unreadable.
         rows = 1 if panels <= 3 else 2
         columns = -(-panels // rows)
         figure = Figure(figsize=(5.4 * columns, 4.6 * rows), layout="constrained")
@@ -110,13 +110,18 @@ class Output:
         print(f"{path.resolve()}")
 
 
+def line_width(index: int, lines: Sized) -> float:
+    """Return the width of a line; later lines are thinner, so that equal lines stay visible."""
+    return 1 + 4 * (1 - (index + 1) / len(lines))
+
+
 def _shown(value: object) -> str:
     if isinstance(value, float):
-        # From 1000 on three digits would be written with an exponent.
+        # `.3g` would write larger numbers with an exponent.
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return "-" if value is None else str(value)
 
 
 def _cores() -> int:
-    # Linux alone says how many of them this process may use.
+    # Only Linux reports the cores that this process may use.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

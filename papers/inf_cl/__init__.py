@@ -1,4 +1,4 @@
-"""Inf-CL, https://arxiv.org/abs/2410.17243: its tables and figures at this machine's size."""
+"""The tables and figures of Inf-CL, https://arxiv.org/abs/2410.17243, at this machine's size."""
 
 from papers.inf_cl.cost import figure4
 from papers.inf_cl.levels import table4

@@ -1,7 +1,8 @@
-"""Figure 4: cost of a step against the batch, in counted FLOPs and in seconds.
+"""Figure 4: cost of a step by batch, in counted FLOPs and in seconds.
 
-Ours is there twice. Where no tile is kept, the loss takes exactly `8 b^2 D` FLOPs: four products.
-What tiles fit its workspace are kept from the first sweep for the second, which saves up to one.
+lightning-mp is measured twice. Where no tile is stored, the loss takes exactly `8 b^2 D` FLOPs,
+four products. Otherwise the second sweep reads the tiles that fit the workspace instead of
+computing them again, which saves up to one product.
 
 Legend: ``b`` batch, ``D`` feature width.
 """
@@ -22,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_mp import ContrastiveLoss, GradientCache
 from lightning_mp.plan.formulas import DENSE, OURS, epoch_hours
 from papers.inf_cl import printed as paper
-from papers.inf_cl.losses import DenseLoss, NothingKept
-from papers.output import COMPUTED, MEASURED, PRINTED, Output, Row
+from papers.inf_cl.losses import DenseLoss, NothingStored
+from papers.output import COMPUTED, MEASURED, PRINTED, Output, Row, line_width
 
 __all__ = ["counted", "figure4"]
 
@@ -35,18 +36,18 @@ PAIRS = paper.figures()["claims"]["LAION400M_used"]
 
 
 class _Kind(NamedTuple):
-    """What is counted and timed."""
+    """A method that is counted and timed."""
 
     make: Callable[[], nn.Module]
-    cached: bool  # whether towers see micro-batches, which costs a forward more
-    units: int | None  # of `b^2 D` FLOPs in the loss; `None` where they depend on the workspace
+    cached: bool  # whether a gradient cache runs the towers, which adds a forward
+    units: int | None  # FLOPs of the loss over `b^2 D`; `None` if the workspace decides
     color: str
 
     def flops(self, batch: int) -> int | None:
-        """Compute the FLOPs of a step by hand: the loss's, and a constant a pair."""
+        """Compute the FLOPs of a step: those of the loss, and a constant for each pair."""
         if self.units is None:
             return None
-        # No gradient is taken of the inputs.
+        # The inputs need no gradient.
         first = (2 + self.cached) * INPUTS * HIDDEN
         second = (3 + self.cached) * HIDDEN * WIDTH
         return self.units * batch**2 * WIDTH + 2 * 2 * (first + second) * batch
@@ -54,13 +55,13 @@ class _Kind(NamedTuple):
 
 KINDS = {
     DENSE: _Kind(DenseLoss, False, 6, "#d55e00"),
-    f"{OURS}, no tile kept": _Kind(NothingKept, True, 8, "#56b4e9"),
+    f"{OURS}, no tile stored": _Kind(NothingStored, True, 8, "#56b4e9"),
     OURS: _Kind(ContrastiveLoss, True, None, "#00429d"),
 }
 
 
 class _Model(nn.Module):
-    """Two small towers, plain or under a gradient cache."""
+    """Two small towers, with or without a gradient cache."""
 
     def __init__(self, loss: nn.Module, cached: bool) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class _Model(nn.Module):
         self.cache = GradientCache(micro_batch_size=MICRO_BATCH) if cached else None
 
     def step(self, image: Tensor, text: Tensor) -> None:
-        """Take the gradients of a batch."""
+        """Compute the gradients of a batch."""
         if self.cache is None:
             self._loss(image, text).backward()
             return
@@ -82,26 +83,26 @@ class _Model(nn.Module):
 
     def _loss(self, image: Tensor, text: Tensor) -> Tensor:
         sides = (F.normalize(t(x), dim=-1) for t, x in ((self.visual, image), (self.text, text)))
-        # About CLIP's scale at the start, 1 / 0.07.
+        # About CLIP's initial scale, 1 / 0.07.
         loss: Tensor = self.loss(*sides, torch.tensor(14.0))
         return loss
 
 
 def counted(run: Callable[[], object]) -> int:
-    """Return the FLOPs of matrix products, by torch's counter."""
+    """Return the FLOPs of the matrix products, by torch's counter."""
     with FlopCounterMode(display=False) as flops:
         run()
     return int(flops.get_total_flops())
 
 
 def _loss_alone(loss: nn.Module, batch: int) -> Callable[[], object]:
-    # Rows of a length of about 1: 8 is the square root of the width.
+    # Features have a length of about 1: 8 is the square root of the width.
     sides = [torch.randn(batch, WIDTH).div_(8).requires_grad_() for _ in range(2)]
     return lambda: loss(*sides, torch.tensor(14.0)).backward()
 
 
 def figure4(out: Output) -> None:
-    """FLOPs and seconds of a step by batch; the paper's iterations and epochs beside."""
+    """Measure FLOPs and seconds of a step by batch, beside the paper's iterations and epochs."""
     batches = (256, 512) if out.fast else (256, 512, 1024, 2048, 4096, 8192)
     repeats = 1 if out.fast else 3
     rows: list[Row] = []
@@ -109,11 +110,11 @@ def figure4(out: Output) -> None:
         for name, kind in KINDS.items():
             # The same towers and inputs for all methods.
             torch.manual_seed(0)
-            # A model of its own for each: steps add to gradients that are there.
+            # A new model for each, because steps add to existing gradients.
             model = _Model(kind.make(), kind.cached)
             step = partial(model.step, *torch.randn(2, batch, INPUTS))
             whole, loss = counted(step), counted(_loss_alone(kind.make(), batch))
-            _, *seconds = timeit.repeat(step, number=1, repeat=repeats + 1)  # one warms up
+            _, *seconds = timeit.repeat(step, number=1, repeat=repeats + 1)  # one warm-up
             rows.append(_row(name, batch, whole, loss, statistics.median(seconds)))
     rows += _of_the_paper()
     out.table("figure4", rows, f"Figure 4: cost of a step, D = {WIDTH}; FLOPs are counted")
@@ -131,7 +132,7 @@ def _row(name: str, batch: int, whole: int, loss: int, seconds: float) -> Row:
         "other_flops_a_pair": (whole - loss) / batch,
         "step_s": seconds,
         "ms_a_pair": 1e3 * seconds / batch,
-        # Empty here: `Output.table` takes its columns from the first row.
+        # Empty, because `Output.table` takes its columns from the first row.
         "epoch_h": None,
         "formula_s": None,
     }
@@ -154,9 +155,9 @@ def _of_the_paper() -> Iterator[Row]:
 
 
 def _draw(out: Output, rows: list[Row]) -> None:
-    title = "Figure 4: cost of a step (points: counted or measured; dashed: computed; last: paper)"
+    title = "Figure 4: cost of a step (points: counted or measured; dashed lines: computed)"
     with out.picture("figure4", 4, title) as (flops, units, seconds, printed):
-        for name, kind in KINDS.items():
+        for index, (name, kind) in enumerate(KINDS.items()):
             points = [row for row in rows if row["method"] == name]
             x = [row["batch"] for row in points]
             for axes, column in (
@@ -164,9 +165,14 @@ def _draw(out: Output, rows: list[Row]) -> None:
                 (units, "loss_flops_over_b2D"),
                 (seconds, "ms_a_pair"),
             ):
-                # Points alone where the computed line goes through them.
+                # No line where the computed line goes through the points.
                 style = "o" if axes is flops and kind.units else "o-"
-                axes.plot(x, [row[column] for row in points], style, color=kind.color, label=name)
+                options = {
+                    "color": kind.color,
+                    "label": name,
+                    "linewidth": line_width(index, KINDS),
+                }
+                axes.plot(x, [row[column] for row in points], style, **options)
             if kind.units:
                 label = f"${kind.units} b^2 D$ and a constant a pair"
                 flops.plot(x, [*map(kind.flops, x)], "--", color=kind.color, label=label)
@@ -178,7 +184,7 @@ def _draw(out: Output, rows: list[Row]) -> None:
             points = [row for row in rows if row["method"] == f"{method}, 8 A800"]
             for wanted, style, label in ((PRINTED, marker, method), (COMPUTED, "--", "")):
                 cells = [(row["batch"], row["step_s"]) for row in points if row["kind"] == wanted]
-                # Hollow, as points of the three methods lie on one another.
+                # Hollow markers, because points of the three methods coincide.
                 options = {"fillstyle": "none", "markersize": 8, "color": color, "label": label}
                 printed.plot(*zip(*cells, strict=True), style, **options)
         flops.set(title="FLOPs of a step here (counted)", yscale="log", ylabel="FLOPs")

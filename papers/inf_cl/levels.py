@@ -1,4 +1,4 @@
-"""Table 4: no tiling, OpenCLIP's, across ranks, and on each rank as well, on gloo ranks.
+"""Table 4: no tiling, OpenCLIP's, tiling across ranks, and also within ranks, on gloo ranks.
 
 Legend: ``b`` batch of a rank, ``B`` global batch, ``D`` feature width.
 """
@@ -19,8 +19,8 @@ from papers.ranks import on_ranks
 
 __all__ = ["table4"]
 
-RANKS = (1, 2, 4)  # on the last of them models are trained, too
-SCALE = 14.3  # of CLIP's logits at the start, 1 / 0.07
+RANKS = (1, 2, 4)  # models are trained on the last number of ranks
+SCALE = 14.3  # CLIP's initial logit scale, 1 / 0.07
 PAPERS_ROW = ("Vanilla", "OpenCLIP", "cross-GPU", "cross+in-GPU")
 
 
@@ -33,7 +33,7 @@ def _features(batch: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _errors(level: str, rank: int, ranks: int, batch: int, width: int) -> dict[str, float]:
-    """Return relative errors of loss and gradients on all ranks, and what a rank allocates."""
+    """Return relative errors of loss and gradients over all ranks, and a rank's peak memory."""
     exact = [side.double().requires_grad_() for side in _features(batch, width)]
     exact.append(torch.tensor(SCALE, dtype=torch.float64, requires_grad=True))
     loss_64 = DenseLoss.of(*exact)
@@ -50,14 +50,14 @@ def _errors(level: str, rank: int, ranks: int, batch: int, width: int) -> dict[s
     allocated = torch.tensor(float(peak_allocated(step)))
     loss, *d_sides_bD, d_scale = results
     squares = [
-        # Each is W times the true one, for DDP's mean to divide.
+        # Each gradient is W times the true one, because DDP takes the mean.
         torch.stack([(d_bD / ranks - whole_BD[rows]).pow(2).sum(), whole_BD[rows].pow(2).sum()])
         for d_bD, whole_BD in zip(d_sides_bD, d_sides_64_BD, strict=True)
     ]
-    # The mean over ranks is what DDP makes of losses and of gradients.
+    # DDP takes the mean of losses and gradients over ranks.
     for tensor in (loss, d_scale, *squares):
         dist.all_reduce(tensor)
-    # The fullest rank decides what fits.
+    # The rank with the highest peak decides whether the batch fits.
     dist.all_reduce(allocated, dist.ReduceOp.MAX)
     return {
         "loss": loss.item() / ranks,
@@ -72,12 +72,12 @@ def _errors(level: str, rank: int, ranks: int, batch: int, width: int) -> dict[s
 def _on_a_rank(
     rank: int, ranks: int, batch: int, width: int, recipe: Recipe | None
 ) -> dict[str, Row]:
-    """Return the figures of every level; all in one start of the ranks, which takes seconds."""
+    """Return the figures of every level, in one start of the ranks, which takes seconds."""
     found: dict[str, Row] = {}
     for level, make in LEVELS.items():
         found[level], scores = _errors(level, rank, ranks, batch, width), {}
         if recipe is not None:
-            # The peers' losses train as they are used by their authors, with the towers at once.
+            # The peers' losses train without a gradient cache, as their authors use them.
             cached = level.startswith("cross-rank")
             scores = trained_scores(recipe, make(), cached=cached, ranks=ranks)
         found[level] |= {"recall@10": scores.get("t2i_r@10"), "top1": scores.get("top1")}
@@ -85,10 +85,10 @@ def _on_a_rank(
 
 
 def table4(out: Output) -> None:
-    """Loss, gradients, bytes and what is learned by level, against one process in float64."""
+    """Compare loss, gradients, memory and accuracy of each level with one process in float64."""
     batch, width = (256, 32) if out.fast else (2048, 64)
     recipe = Recipe(batch=256 if out.fast else 512, samples=512 if out.fast else 32_768)
-    render_glyphs()  # by one process, not by four at once
+    render_glyphs()  # in one process rather than on four ranks at once
     rows: list[Row] = []
     for ranks in out.progress(RANKS, "Table 4, ranks"):
         trained = recipe if ranks == RANKS[-1] else None

@@ -1,4 +1,4 @@
-"""The paper's baselines, written from their formulas: CLIP's dense loss and OpenCLIP's local one.
+"""The paper's baselines, written from their formulas: CLIP's dense and OpenCLIP's local loss.
 
 Legend: ``b`` batch of a rank, ``B`` global batch, ``D`` feature width.
 """
@@ -16,23 +16,31 @@ from torch import Tensor, nn
 from lightning_mp import ContrastiveLoss
 from lightning_mp.plan.formulas import DENSE, LOCAL, OURS
 
-__all__ = ["LEVELS", "MANY_TILES", "METHODS", "DenseLoss", "LocalLoss", "NothingKept", "RanksInOne"]
+__all__ = [
+    "LEVELS",
+    "MANY_TILES",
+    "METHODS",
+    "DenseLoss",
+    "LocalLoss",
+    "NothingStored",
+    "RanksInOne",
+]
 
 
 class _Gather(torch.autograd.Function):
-    """Features of all ranks; backward sums what all ranks have for one's own."""
+    """Gathers the features of all ranks; backward sums their gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, features_bD: Tensor) -> Tensor:
         parts = [torch.empty_like(features_bD) for _ in range(dist.get_world_size())]
-        # Collectives take contiguous tensors only.
+        # Collectives need contiguous tensors.
         dist.all_gather(parts, features_bD.contiguous())
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, gradient_BD: Tensor) -> Tensor:  # type: ignore[override]
         gradient_BD = gradient_BD.contiguous()
-        # Other ranks' losses have gradients for these features, too.
+        # The losses of the other ranks have gradients for these features as well.
         dist.all_reduce(gradient_BD)
         return gradient_BD.chunk(dist.get_world_size())[dist.get_rank()]
 
@@ -49,7 +57,7 @@ def _gathered(features_bD: Tensor) -> Tensor:
 
 
 def _as_many_on_all_ranks(image_bD: Tensor, text_bD: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave out a pair where a rank has one more: these losses need as many everywhere."""
+    """Drop a rank's extra pair, because these losses need the same batch size on all ranks."""
     rows = torch.tensor(len(image_bD))
     if _on_ranks():
         dist.all_reduce(rows, dist.ReduceOp.MIN)
@@ -66,21 +74,21 @@ class DenseLoss(nn.Module):
 
     @staticmethod
     def of(image_BD: Tensor, text_BD: Tensor, scale: Tensor) -> Tensor:
-        """Return the loss of features that are all here, in their own dtype."""
-        # The scale times features: times logits it would take one more B x B matrix.
+        """Return the loss of the gathered features, in their own dtype."""
+        # Scaling the logits instead would take another B x B matrix.
         logits_BB = scale * image_BD @ text_BD.T
         target_B = torch.arange(len(logits_BB))
         return (F.cross_entropy(logits_BB, target_B) + F.cross_entropy(logits_BB.T, target_B)) / 2
 
 
 class LocalLoss(nn.Module):
-    """OpenCLIP's `local_loss`: a rank computes the rows of its own pairs, both ways."""
+    """OpenCLIP's `local_loss`: a rank computes the logits of its own pairs, both ways."""
 
     def forward(self, image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
-        """Return the mean of this rank's rows; the mean over ranks is the loss."""
+        """Return the mean over this rank's pairs; the mean over ranks is the loss."""
         image_bD, text_bD = _as_many_on_all_ranks(image_bD, text_bD)
         rank = dist.get_rank() if _on_ranks() else 0
-        # Features are gathered in the order of ranks, so that own pairs begin here.
+        # Features are gathered in the order of ranks.
         target_b = torch.arange(len(image_bD)) + rank * len(image_bD)
         by_image_bB = scale * image_bD @ _gathered(text_bD).T
         by_text_bB = scale * text_bD @ _gathered(image_bD).T
@@ -88,7 +96,7 @@ class LocalLoss(nn.Module):
 
 
 class RanksInOne(nn.Module):
-    """OpenCLIP's local loss as `ranks` ranks compute it, one after the other in one process."""
+    """OpenCLIP's local loss of `ranks` ranks, computed one after the other in one process."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -101,15 +109,15 @@ class RanksInOne(nn.Module):
         for rows_b in target_B.chunk(self.ranks):
             for side_BD, other_BD in ((image_BD, text_BD), (text_BD, image_BD)):
                 logits_bB = scale * side_BD[rows_b] @ other_BD.T
-                # Summed: a mean of means would weigh the rows of a smaller last shard more.
+                # A sum, because a mean of means would weight a smaller last shard more.
                 total = total + F.cross_entropy(logits_bB, rows_b, reduction="sum")
         return total / (2 * len(image_BD))
 
 
-class NothingKept(nn.Module):
-    """`ContrastiveLoss` without memory for tiles, as 16-bit features on a GPU have it.
+class NothingStored(nn.Module):
+    """`ContrastiveLoss` that stores no tiles, as for 16-bit features on a GPU.
 
-    The second sweep works all of the logits out once more, whatever the workspace.
+    The second sweep computes all logits again, whatever the workspace.
     """
 
     def forward(self, image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
@@ -118,15 +126,15 @@ class NothingKept(nn.Module):
         return loss
 
 
-ONE_TILE = 2**30  # bytes, more than any tile here
-MANY_TILES = 2**20  # the least
+ONE_TILE = 2**30  # a workspace in bytes that holds any tile here
+MANY_TILES = 2**20  # the smallest workspace
 
 METHODS: dict[str, Callable[[], nn.Module]] = {
     DENSE: DenseLoss,
     LOCAL: LocalLoss,
     OURS: lambda: ContrastiveLoss(workspace_bytes=MANY_TILES),
 }
-"""By the names that `plan` has for them; of 32 MiB, tiles would hide the rest at these sizes."""
+"""Losses under their names in `plan`, with a workspace that does not dominate at these sizes."""
 
 LEVELS: dict[str, Callable[[], nn.Module]] = {
     DENSE: DenseLoss,

@@ -1,4 +1,4 @@
-"""Tables 1 and 2 and Figure 1: memory of the loss and largest batch, by method.
+"""Tables 1 and 2 and Figure 1: memory of the loss and largest batch by method.
 
 Legend: ``b`` batch of a rank, ``B`` global batch, ``D`` feature width.
 """
@@ -31,17 +31,17 @@ COLOR = {DENSE: "#d55e00", LOCAL: "#e69f00", INF_CL: "#56b4e9", OURS: "#00429d"}
 
 
 def _peak(method: str, rows: int, width: int) -> int:
-    """Return what loss and backward allocate on this rank."""
+    """Return the peak memory of loss and backward on this rank."""
     random = torch.Generator().manual_seed(dist.get_rank())
     image_bD, text_bD = (
-        # Rows of a length of about 1, as features have.
+        # Length of about 1, as normalised features have.
         torch.randn(rows, width, generator=random).div_(width**0.5).requires_grad_()
         for _ in range(2)
     )
     scale = torch.tensor(14.0, requires_grad=True)
     loss_fn = METHODS[method]()
-    loss_fn(image_bD[:64], text_bD[:64], scale).backward()  # threads and buffers of a first call
-    # Gradients that are there would be added to, and their memory not be counted.
+    loss_fn(image_bD[:64], text_bD[:64], scale).backward()  # allocates the buffers of a first call
+    # Backward would add to existing gradients, whose memory would not be counted.
     image_bD.grad = text_bD.grad = None
     return peak_allocated(lambda: loss_fn(image_bD, text_bD, scale).backward())
 
@@ -51,11 +51,11 @@ def _peaks(rank: int, cases: list[tuple[str, int]], width: int) -> list[int]:
 
 
 def _largest(rank: int, budget: int, width: int) -> dict[str, int]:
-    """Search for the largest batch of each method; all ranks take the same steps."""
+    """Search for the largest batch of each method, with the same steps on all ranks."""
 
     def peak(method: str, batch: int) -> float:
         most = torch.tensor(_peak(method, batch // RANKS, width))
-        # By one number for all: ranks that search apart would part in their collectives.
+        # All ranks search by the same number; otherwise their collectives would not match.
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most)
 
@@ -65,7 +65,7 @@ def _largest(rank: int, budget: int, width: int) -> dict[str, int]:
     }
 
 
-@functools.cache  # for the table and the figure
+@functools.cache  # the table and the figure use it
 def _measured(out: Output) -> list[Row]:
     """Measure the loss at small sizes."""
     width = 64 if out.fast else 256
@@ -78,14 +78,14 @@ def _measured(out: Output) -> list[Row]:
     ]
     peaks = zip(*on_ranks(_peaks, RANKS, cases, width), strict=True)
     return [
-        # The fullest rank decides what fits.
+        # The rank with the highest peak decides whether the batch fits.
         _row(MEASURED, method, RANKS, batch, width, max(peak))
         for (method, batch), peak in zip(cases, peaks, strict=True)
     ]
 
 
 def _row(kind: str, method: str, ranks: int, batch: int, width: int, bytes_: float) -> Row:
-    # Measured with the least workspace; the paper's rows, none of 4 ranks, are of GPUs.
+    # Rows of 4 ranks are measured here, with the smallest workspace; the paper's rows are of GPUs.
     workspace = MANY_TILES if ranks == RANKS else workspace_on("cuda")
     predicted = formulas.loss_bytes(method, batch, ranks, width, workspace)
     return {
@@ -108,7 +108,7 @@ def _of_the_paper() -> Iterator[Row]:
 
 
 def table1(out: Output) -> None:
-    """Memory of the loss by method: measured here, printed in the paper, ours computed beside."""
+    """Compare the memory of the loss by method: measured, printed in the paper, and computed."""
     rows = [*_measured(out), *_of_the_paper()]
     for ranks in (8, 32):
         for size in (32, 64, 128, 256, 1024):
@@ -118,11 +118,11 @@ def table1(out: Output) -> None:
 
 
 def table2(out: Output) -> None:
-    """Largest batch by method: searched under a small budget, and computed under 80 GB."""
+    """Search the largest batch by method under a small budget, and compute it under 80 GB."""
     out.table("table2", _largest_rows(out), "Table 2: largest batch that fits")
 
 
-@functools.cache  # for the table and the figure
+@functools.cache  # the table and the figure use it
 def _largest_rows(out: Output) -> list[Row]:
     width, budget = 64, MIB * 3 // 2 if out.fast else 3 * MIB
     rows = []
@@ -162,7 +162,7 @@ def _largest_row(kind: str, model: str, ranks: int, method: str, batch: int, bud
 
 
 def figure1(out: Output) -> None:
-    """Memory against batch and largest batches: measured solid, computed dashed."""
+    """Draw memory by batch, and the largest batches: measured solid, computed dashed."""
     measured, largest = _measured(out), _largest_rows(out)
     printed = [row for row in _of_the_paper() if row["ranks"] == 8]
     title = "Figure 1: memory of the loss (solid: measured; dashed: computed; crosses: printed)"

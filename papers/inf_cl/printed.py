@@ -1,8 +1,8 @@
-"""The formulas held against every figure of Inf-CL's paper (arXiv 2410.17243v1).
+"""The formulas of `plan` beside every figure of Inf-CL's paper (arXiv 2410.17243v1).
 
-Fitted are eight numbers, each to the cells that `FITTED` names; everything else is predicted. The
-four coefficients of the peak are least squares over the peaks of Inf-CL's own rows; that of the
-weights beside a dense loss is not fitted but counted: 16 bytes a parameter.
+Eight numbers are fitted, each to the cells that `FITTED` names; everything else is predicted. The
+coefficients of the peak are least squares over the peaks of Inf-CL's rows. The weights beside a
+dense loss are counted, not fitted: 16 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ __all__ = [
 ]
 
 K = 1024
-# An fp32 image and int64 tokens, as the paper's code has them.
+# An fp32 image and int64 tokens, as in the paper's code.
 PAIR_BYTES = 3 * 224 * 224 * 4 + 77 * 8
-# ViT-L/14 in micro-batches of 128, weights and states included.
+# ViT-L/14 in micro-batches of 128, weights and optimizer states included.
 BACKBONE_GIB = 41.98
-CACHED_FEATURES = 4.6  # times both features in fp32, which gradient caching keeps
+CACHED_FEATURES = 4.6  # copies of both features in fp32 under gradient caching
 L14_WIDTH, B16_WIDTH = 768, 512
-# What `plan --model` counts in fp16 autocast: parameters, and bytes saved of a pair by both towers.
+# Counted by `plan --model` under fp16 autocast: parameters, and bytes that both towers save a pair.
 L14_PARAMETERS, L14_SAVED = 427_616_513, 284_228_976
 B16_PARAMETERS, B16_SAVED = 149_620_737, 93_415_652
 NAMES = {"CLIP": formulas.DENSE, "OpenCLIP": formulas.LOCAL, "Inf-CL+offload": formulas.INF_CL}
-USABLE_GIB = 79.35  # what the driver gives of an A800's 80
-SECONDS_PER_PAIR = 25.0 / (32 * K)  # of 8 GPUs, from Inf-CL's 32k
+USABLE_GIB = 79.35  # usable memory of an A800 with 80 GiB
+SECONDS_PER_PAIR = 25.0 / (32 * K)  # on 8 GPUs, from Inf-CL at 32k
 
 FITTED = {
     "4.096 b^2 + 3.04 bD (CLIP)": "Table 1, CLIP, loss at 32k and 64k on 8 GPUs",
@@ -56,7 +56,7 @@ FITTED = {
     "backbone 41.98 GiB, 4.6 copies of both features": "Table 1, peaks of all 14 Inf-CL rows",
     "0.763 ms a pair on 8 GPUs": "Figure 4, Inf-CL, iteration at 32k",
 }
-"""Coefficients, and the cells they are fitted to."""
+"""Coefficients and the cells to which they are fitted."""
 
 SLIPS = (
     '"1.44 GB a GPU for over 10M" is Table 1\'s cell at 1024k; Table 2 has 19.59 at 12288k.',
@@ -69,18 +69,18 @@ SLIPS = (
     "Table 4's 0.81 GB is 25.9 copies of the features, where Tables 1 and 2 have 15.4.",
     "Table 4's data, 1.96 GB, are 128 kB a pair; Table 1's offload saves 592 kB, an fp32 image.",
 )
-"""What the paper's own figures contradict."""
+"""Statements that contradict the paper's own figures."""
 
 
 @dataclass(frozen=True)
 class Cell:
     """One figure of the paper."""
 
-    table: str  # where it stands
-    label: str  # its row and column
+    table: str  # the table or figure
+    label: str  # row and column
     paper: float  # as printed
-    predicted: float | None  # by the formulas; `None` where they say nothing
-    note: str = ""  # `"fitted"`, or why it is as it is
+    predicted: float | None  # by the formulas; `None` if they do not cover it
+    note: str = ""  # `"fitted"`, or an explanation
 
     @property
     def error(self) -> float | None:
@@ -90,22 +90,22 @@ class Cell:
 
 @functools.cache
 def figures() -> dict[str, Any]:
-    """Return the paper's figures, which the package carries."""
+    """Return the paper's figures, stored in this package."""
     text = resources.files(__package__).joinpath("inf_cl_paper.json").read_text(encoding="utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
 
 
 def loss_gib(method: str, batch: int, ranks: int, width: int) -> float:
-    """Return M_loss of a method as the paper names it, or of lightning-mp, in GiB."""
+    """Return M_loss in GiB; `method` is a name of the paper's or lightning-mp's."""
     name, workspace = NAMES.get(method, method), workspace_on("cuda")
     return formulas.loss_bytes(name, batch, ranks, width, workspace) / GIB
 
 
 def counted_backbone_gib(parameters: int, saved_per_pair: int, micro_batch: int) -> float:
-    """Return a backbone without any fit, in GiB: both towers of a micro-batch at once.
+    """Return the memory of a backbone in GiB, without a fit: both towers of a micro-batch at once.
 
-    Weights, gradients and AdamW's states are 16 bytes a parameter, DDP's buckets 4, half copies 2.
+    Weights, gradients and AdamW's states take 16 bytes a parameter, DDP's buckets 4, half copies 2.
     """
     return (22 * parameters + micro_batch * saved_per_pair) / GIB
 
@@ -115,8 +115,8 @@ def peak_gib(
 ) -> float:
     """Return M_peak in GiB.
 
-    Gradient caching keeps the features of all pairs; beside the loss there are weights, gradients
-    and AdamW's states, and beside them the batch, unless it stays on the host.
+    Beside the loss, memory holds weights, gradients and AdamW's states, the features of all pairs
+    under gradient caching, and the batch unless it stays on the host.
     """
     rank_batch = batch / ranks
     if model == "ViT-L/14":
@@ -132,7 +132,7 @@ def peak_gib(
 
 
 def largest_batch(method: str, ranks: int, subject: str) -> int:
-    """Return the largest batch of a method; the subject may end on "+offload", as in Table 2."""
+    """Return the largest batch of a method; `subject` may end with "+offload", as in Table 2."""
     model, _, offload = subject.partition("+")
     return formulas.largest_batch(
         lambda batch: peak_gib(method, batch, ranks, offload=bool(offload), model=model),
@@ -142,7 +142,7 @@ def largest_batch(method: str, ranks: int, subject: str) -> int:
 
 
 def pairs(label: str) -> int:
-    """Return the number of pairs that a table calls "64k"."""
+    """Return the number of pairs that a label such as "64k" stands for."""
     return int(label.rstrip("k")) * K
 
 
@@ -192,7 +192,7 @@ def _largest_cell(model: str, ranks: int, method: str, size: int, label: str) ->
     note = "" if model.startswith("ViT-L/14") else "backbone counted, at 128 a micro-batch"
     if "+" in model and method == "Inf-CL":
         host = size * K / ranks * PAIR_BYTES / GIB
-        note = f"the host ends it: {host:.0f} GiB of fp32 images a rank in the paper's row"
+        note = f"limited by the host: {host:.0f} GiB of fp32 images a rank in the paper's row"
     predicted = largest_batch(method, ranks, model) / K
     return Cell("Table 2, largest batch, k", label, size, predicted, note)
 
@@ -247,18 +247,18 @@ def _rest() -> Iterator[Cell]:
 
 
 def all_cells() -> list[Cell]:
-    """Return every figure of the paper with what the formulas say, table by table."""
+    """Return every figure of the paper with its prediction, table by table."""
     cells = [*_table1(), *_table2(), *_rest(), *_table4(), *_figure4()]
-    return sorted(cells, key=lambda cell: cell.table)  # stable: rows stay in the paper's order
+    return sorted(cells, key=lambda cell: cell.table)  # a stable sort keeps the paper's order
 
 
 def figures_and_formulas(out: Output) -> None:
-    """Print the prediction beside every figure of the paper."""
+    """Print every figure of the paper beside its prediction."""
     print("\n".join(paper_lines()))
 
 
 def paper_lines() -> Iterator[str]:
-    """Yield every cell of the paper beside its prediction, then what was fitted, and the slips."""
+    """Yield every cell of the paper beside its prediction, then the fits and the paper's errors."""
     cells = all_cells()
     for table in dict.fromkeys(cell.table for cell in cells):
         of_table = [cell for cell in cells if cell.table == table]
@@ -267,11 +267,11 @@ def paper_lines() -> Iterator[str]:
         yield ""
     yield from aligned([("errors", "cells", "median", "mean", "worst"), *_summaries(cells)], left=1)
     yield ""
-    yield "Fitted, and to which cells; all other cells are predicted:"
+    yield "Fitted coefficients and their cells; all other cells are predicted:"
     yield from (f"  {name}: {where}" for name, where in FITTED.items())
-    yield "Counted, not fitted: 16 bytes a parameter beside the loss, 602,728 bytes a pair as data."
+    yield "Counted, not fitted: 16 bytes a parameter beside the loss, 602,728 bytes of data a pair."
     yield ""
-    yield "Slips of the paper, kept as printed:"
+    yield "Errors of the paper, kept as printed:"
     yield from (f"  {slip}" for slip in SLIPS)
 
 

@@ -1,6 +1,6 @@
-"""Table 3 and Figure 5: what is learned by loss and by batch, on the glyphs of the demo.
+"""Table 3 and Figure 5: accuracy by loss and by batch, on the glyphs of the demo.
 
-Legend: ``N`` test glyphs, ``n`` of them of a known script, ``D`` feature width.
+Legend: ``N`` test glyphs, ``n`` test glyphs of a known script, ``D`` feature width.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from papers.output import MEASURED, PRINTED, Output, Row
 
 __all__ = ["Recipe", "figure5", "render_glyphs", "table3", "trained_scores"]
 
-# One family in four styles: no name has more than four glyphs, so that a batch of 4,096 can hold
-# no name twice, which would be a false negative.
+# One family in four styles: no name has more than four glyphs, so a batch of 4,096 need not hold a
+# name twice, which would be a false negative.
 FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-BoldOblique", "DejaVuSans-Oblique")
-# Scripts are the classes of the zero-shot test. No prompt is a character's name, so none was seen.
+# Scripts are the classes of the zero-shot test. No prompt is a character's name, so all are unseen.
 SCRIPTS = ("LATIN", "GREEK", "CYRILLIC", "ARMENIAN", "GEORGIAN", "BRAILLE", "BOX")
 PROMPTS = ("{}", "{} LETTER", "{} SMALL LETTER", "{} CAPITAL LETTER", "{} PATTERN", "{} DRAWINGS")
 LEARNING_RATE = 3e-3
-REFERENCE_BATCH = 512  # whose learning rate is the one above where it is scaled
+REFERENCE_BATCH = 512  # the batch whose scaled learning rate is LEARNING_RATE
 
 
 @dataclass(frozen=True)
@@ -38,28 +38,28 @@ class Recipe:
     """One training on the glyphs."""
 
     batch: int  # global batch
-    samples: int  # pairs seen in all, the same whatever the batch
+    samples: int  # number of pairs in the whole training, whatever the batch
     lr: float = LEARNING_RATE  # peak learning rate of AdamW
-    seed: int = 0  # of weights and order
-    micro_batch: int = 256  # pairs that a tower sees at a time with gradient caching
+    seed: int = 0  # of weights and data order
+    micro_batch: int = 256  # micro-batch of the gradient cache
 
 
 def render_glyphs() -> None:
-    """Render the demo's glyphs into its cache, if they are not there."""
+    """Render the demo's glyphs into its cache if they are missing."""
     from examples.glyph_clip.data import GlyphData
 
     GlyphData(progress=False).prepare_data()
 
 
 def model_with(loss: nn.Module, lr: float) -> Any:
-    """Return the demo's model, small, that trains with any loss and logs nothing.
+    """Return a small version of the demo's model that trains with any loss and logs nothing.
 
     Raises:
-        ModuleNotFoundError: The demo's `examples` are not there.
+        ModuleNotFoundError: The folder `examples` of the clone is missing.
     """
     from examples.glyph_clip.model import GlyphCLIP
 
-    # The demo's own step logs statistics, which the peers' losses do not give.
+    # The demo's step logs statistics that the peers' losses do not return.
     class Trained(GlyphCLIP):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             image_bD, text_bD = self(batch)
@@ -73,15 +73,15 @@ def model_with(loss: nn.Module, lr: float) -> Any:
 def trained_scores(
     recipe: Recipe, loss: nn.Module, *, cached: bool = True, ranks: int = 1
 ) -> dict[str, float]:
-    """Train the demo's model with another loss, and test it on a family that it has never seen.
+    """Train the demo's model with another loss, and test it on an unseen font family.
 
-    Towers distort each glyph at random. Only where they see the same micro-batches, as with
-    `cached`, do two losses see the same distortions.
+    Towers distort each glyph at random. Two losses see the same distortions only if the towers
+    process the same micro-batches, as with `cached`.
     """
     from examples.glyph_clip.data import GlyphData
     from examples.glyph_clip.glyphs import TRAIN_FONTS
 
-    # `GlyphData` takes the fonts that are not for training, and `train` validates on none.
+    # `GlyphData` takes the fonts that are left out of training; `train` does not validate.
     left_out = [font for font in TRAIN_FONTS if font not in FONTS]
     pl.seed_everything(recipe.seed, verbose=False)
     data = GlyphData(
@@ -97,7 +97,7 @@ def trained_scores(
         accelerator="cpu",
         devices=ranks,
         strategy=strategy,
-        # Steps end it, so that every batch size sees the same number of pairs.
+        # Limited by steps, so that every batch size sees the same number of pairs.
         max_epochs=-1,
         max_steps=max(1, recipe.samples // recipe.batch),
         limit_val_batches=0,
@@ -107,15 +107,15 @@ def trained_scores(
 
 @torch.no_grad()
 def _scores(model: Any, data: Any) -> dict[str, float]:
-    """Return recall and zero-shot accuracy on the whole test family; every rank has all of it."""
+    """Return recall and zero-shot accuracy on the whole test family, computed on every rank."""
     from examples.glyph_clip.report import encode
 
     table = data.tables["test"]
     image_ND, text_ND = encode(model, table)
-    # It may hold glyphs of an evaluation before.
+    # It may hold glyphs of an earlier evaluation.
     model.recall.reset()
     model.recall.update(image_ND, text_ND)
-    model.recall.sync_on_compute = False  # it would take the same glyphs from every rank
+    model.recall.sync_on_compute = False  # a sync would count the glyphs once for every rank
     scores = {"top1": _zero_shot_top1(model, table, image_ND)}
     for name, value in model.recall.compute().items():
         score = name.replace("image_to_text_recall", "i2t_r")
@@ -124,7 +124,7 @@ def _scores(model: Any, data: Any) -> dict[str, float]:
 
 
 def _zero_shot_top1(model: Any, table: Any, image_ND: Tensor) -> float:
-    """Return the share of glyphs whose script is told by prompts, as CLIP's zero-shot test does."""
+    """Return the zero-shot accuracy of the script of a glyph, by prompts as in CLIP."""
     from examples.glyph_clip.glyphs import decode_name, encode_names
 
     names = [decode_name(code) for code in table.codes]
@@ -132,18 +132,18 @@ def _zero_shot_top1(model: Any, table: Any, image_ND: Tensor) -> float:
     rows_n = torch.tensor([row for row, word in enumerate(first_words) if word in SCRIPTS])
     target_n = torch.tensor([SCRIPTS.index(first_words[row]) for row in rows_n.tolist()])
     prompts = [prompt.format(script) for script in SCRIPTS for prompt in PROMPTS]
-    # Every rank has all of the glyphs, so there is nothing to gather.
+    # Every rank has all glyphs, so there is nothing to gather.
     accuracy = ZeroShotAccuracy(num_classes=len(SCRIPTS), top_k=(1,), sync_on_compute=False)
     classes = torch.arange(len(SCRIPTS)).repeat_interleave(len(PROMPTS))
     accuracy.update_prompts(model.text(torch.from_numpy(encode_names(prompts))), classes)
     accuracy.update(image_ND[rows_n], target_n)
-    scores: Any = accuracy.compute()  # a dict, as no one `value` was asked for
+    scores: Any = accuracy.compute()  # a dict, because no single `value` was requested
     return float(scores["top1"])
 
 
 def table3(out: Output) -> None:
-    """Recall and zero-shot top-1 by loss, mean and spread over three seeds."""
-    # Two seeds at least, as there is no spread of one.
+    """Compare recall and zero-shot top-1 by loss, with mean and spread over three seeds."""
+    # At least two seeds, because one seed has no spread.
     batch, samples, seeds = (128, 512, 2) if out.fast else (512, 32_768, 3)
     large = 4 * batch
     losses: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -156,7 +156,7 @@ def table3(out: Output) -> None:
     work = [(name, seed) for name in losses for seed in range(seeds)]
     for name, seed in out.progress(work, "Table 3, training"):
         make, size = losses[name]
-        # Micro-batches of half the batch, so that the cache is at work in every row.
+        # Micro-batches of half the batch, so that every row uses the cache.
         recipe = Recipe(batch=size, samples=samples, seed=seed, micro_batch=batch // 2)
         found[name].append(trained_scores(recipe, make()))
     rows: list[Row] = []
@@ -174,16 +174,16 @@ def table3(out: Output) -> None:
 
 
 def figure5(out: Output) -> None:
-    """Recall by batch at a fixed number of samples, with the learning rate fixed and scaled."""
+    """Measure recall by batch at a fixed number of samples, with fixed and scaled learning rate."""
     batches = (64, 256) if out.fast else (64, 128, 256, 512, 1024, 2048, 4096)
     samples = 512 if out.fast else 32_768
     rows: list[Row] = []
     work = [(batch, rule) for batch in batches for rule in ("fixed", "scaled")]
     for batch, rule in out.progress(work, "Figure 5, training"):
-        # The usual rule for Adam: the noise of a mean gradient falls by as much.
+        # The usual rule for Adam: the noise of a mean gradient falls by the same factor.
         factor = math.sqrt(batch / REFERENCE_BATCH) if rule == "scaled" else 1.0
         recipe = Recipe(batch=batch, samples=samples, lr=LEARNING_RATE * factor)
-        # Where both are the same, there is nothing to train again.
+        # Both rules agree at the reference batch.
         same = [row for row in rows if row["batch"] == batch and row["lr"] == recipe.lr]
         if same:
             rows.append({**same[0], "learning_rate": rule})

@@ -13,7 +13,7 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.plan import formulas
 from papers.__main__ import main
 from papers.inf_cl import PARTS, cost, levels, memory
-from papers.inf_cl.losses import DenseLoss, LocalLoss, NothingKept, RanksInOne
+from papers.inf_cl.losses import DenseLoss, LocalLoss, NothingStored, RanksInOne
 from papers.inf_cl.training import model_with
 from papers.output import COMPUTED, MEASURED, PRINTED, Output
 from tests.benchmarks.rehearsing import read
@@ -30,7 +30,7 @@ def test_table_carries_provenance_and_refuses_rows_of_no_kind(out: Output) -> No
     assert "cores" in row["hardware"]
     assert f"torch {torch.__version__}" in row["versions"]
     assert len(row["date"].split("-")) == 3
-    with pytest.raises(ValueError, match="Say in `kind` how it came about"):
+    with pytest.raises(ValueError, match="Set the row's `kind`"):
         out.table("small", [{"kind": "guessed", "value": 1.5}], "Small")
 
 
@@ -52,7 +52,8 @@ def test_tables_and_pictures_replace_those_of_an_earlier_run_and_no_others(out: 
 
 def test_unknown_part_is_named_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(
-        SystemExit, match="inf-cl has no table9. Choose among figures_and_formulas, table1, table2"
+        SystemExit,
+        match="inf-cl has no part table9. Choose among figures_and_formulas, table1, table2",
     ):
         main(["inf-cl", "--only", "table9", "--output", str(tmp_path)])
     trained = ["table4", "figure4", "table3", "figure5"]
@@ -64,7 +65,7 @@ def test_baselines_are_the_loss_that_ours_is() -> None:
     sides = [F.normalize(torch.randn(96, 16, dtype=torch.float64), dim=-1) for _ in range(2)]
     scale = torch.tensor(14.3, dtype=torch.float64)
     ours = ContrastiveLoss()(*sides, scale)
-    for baseline in (DenseLoss(), LocalLoss(), RanksInOne(4), NothingKept()):
+    for baseline in (DenseLoss(), LocalLoss(), RanksInOne(4), NothingStored()):
         torch.testing.assert_close(baseline(*sides, scale), ours)
 
 

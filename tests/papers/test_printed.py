@@ -138,5 +138,5 @@ def test_every_figure_is_printed_beside_its_prediction(capsys: pytest.CaptureFix
     main(["inf-cl", "--only", "figures_and_formulas"])
     printed = capsys.readouterr().out
     assert re.search(r"8xA800 OpenCLIP 128k +33\.64 +33\.64 +[+-]0\.0% +fitted", printed)
-    assert "Fitted, and to which cells" in printed
+    assert "Fitted coefficients and their cells" in printed
     assert "200.3" in printed
