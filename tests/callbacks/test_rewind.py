@@ -1,3 +1,5 @@
+"""`SpikeGuard(action="rewind")` returns to a checkpoint and skips the batches of the spike."""
+
 import csv
 from collections.abc import Callable
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Ranks rewind together, under every strategy, to the weights of training without the spike."""
+
 import warnings
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""`SpikeGuard` reports, skips or stops at spikes of the loss and of the gradient norm."""
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,3 +1,5 @@
+"""Arguments of `SpikeGuard`, its host syncs and its advice."""
+
 from pathlib import Path
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""The robust window of `SpikeGuard` against a reference in NumPy."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""`ContrastiveRecall` against a reference in float64, with ties, candidates and identifiers."""
+
 import pickle
 
 import pytest

@@ -1,3 +1,5 @@
+"""`ContrastiveRecall` logged by a LightningModule."""
+
 import lightning
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""Facts about half-precision formats: rounding, flushing and overflow."""
+
 import math
 
 import pytest

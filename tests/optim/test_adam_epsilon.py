@@ -1,3 +1,5 @@
+"""Checks and guards of users' optimizers in half precision, against torch's own steps."""
+
 import copy
 import math
 from collections.abc import Callable

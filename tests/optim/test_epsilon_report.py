@@ -1,3 +1,5 @@
+"""Thresholds and step sizes of `epsilon_report`, against torch's Adam."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""`InfClamp` replaces infinite activations by half the maximum and leaves every other bit."""
+
 import copy
 import dataclasses
 import io

@@ -1,3 +1,5 @@
+"""`InfClamp` counts the values that it clamps."""
+
 import pytest
 import torch
 from torch import Tensor, nn

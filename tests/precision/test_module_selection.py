@@ -1,3 +1,5 @@
+"""Modules are selected by `"norm"`, by path and by class."""
+
 import pytest
 import torch
 from torch import nn

@@ -1,3 +1,5 @@
+"""`OpPolicy` chooses the dtype of each operation."""
+
 import copy
 import functools
 import math

@@ -1,3 +1,5 @@
+"""`OpPolicy` inside other contexts: autocast, `torch.compile` and nested policies."""
+
 from typing import Any
 
 import pytest

@@ -1,3 +1,5 @@
+"""`find_residual_stream` finds the modules that write to the residual stream."""
+
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,6 @@
 """Each cell of docs/precision/support-table.md: the training runs as in fp32, or is refused."""
 
-import subprocess
-import sys
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_mp import BalancedAMP, PureFP16
 from tests.precision.models import fit, relative
 from tests.precision.support_cases import CASES, data
+from tests.processes import exit_code_of
 from tests.quiet import parameters_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "precision" / "support-table.md"
@@ -58,18 +58,25 @@ def test_a_training_runs_as_in_fp32_or_is_refused_as_the_table_says(row: str, co
         assert any(words in str(error.value) for words in ours)
         return
     if row == "TorchScript":  # whose backwards keep the dtype that a process has met first
-        program = f"from {__name__} import check; check({row!r}, {column!r})"
-        subprocess.run([sys.executable, "-c", program], check=True, cwd=PAGE.parents[2])
+        assert exit_code_of(check, row, column) == 0
     else:
         check(row, column)
 
 
+@functools.cache
+def in_fp32(row: str) -> Any:
+    """Return the model of a row, trained without a plugin."""
+    model = CASES[row]()
+    fit(model, None, data())
+    return model
+
+
 def check(row: str, column: str) -> None:
-    """Train under a plugin and in fp32, and compare where the models end."""
+    """Train under a plugin, and compare the end with that of training in fp32."""
     model, plugin = CASES[row](), PLUGINS[column]()
     start = parameters_of(model)
     fit(model, plugin, data())
-    plain = CASES[row]()
-    fit(plain, None, data())
+    torch.compiler.reset()
+    plain = in_fp32(row)
     torch.compiler.reset()
     assert relative(model, plain, start) < BOUND[plugin.half_dtype]

@@ -22,7 +22,7 @@ from tests.strategies.models import TinyCLIP, loader, make_trainer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-RANKS, STEPS, BATCH, ROWS = 2, 4, 24, 5
+RANKS, STEPS, BATCH, ROWS = 2, 2, 24, 5
 SHARES = {"equal": [12, 12], "unequal": [15, 9]}
 
 
@@ -121,7 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "manual": {"model": {"automatic": False}},
     "accumulated": {"trainer": {"accumulate_grad_batches": 2}},
-    "norm": {"trainer": {"gradient_clip_val": 0.05}},
+    "norm": {"trainer": {"gradient_clip_val": 0.07}},
     "value": {"trainer": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}},
     "host": {"strategy": {"offload": "host"}},
     "auto": {"strategy": {"micro_batch_size": "auto", "activation_bytes": 2**12}},
@@ -174,7 +174,7 @@ def test_two_ranks_train_as_one_process(results: Any, name: str) -> None:
     if name == "methods":  # its towers come after the head
         assert sorted(value.tolist()) == pytest.approx(sorted(expected.tolist()), rel=1e-9)
     else:
-        # float64 sums of some hundred terms in another order, six steps long.
+        # float64 sums of some hundred terms in another order.
         assert relative_error(value, expected) < 1e-12
     assert relative_error(expected, start) > 1e-3
     assert results[name]["losses"] == pytest.approx(model.losses, rel=1e-12)

@@ -142,15 +142,25 @@ def expected() -> dict[str, Tensor]:
     return ends
 
 
+# Two ranks and shards take every schedule; a third rank adds a share that is no half.
+SOME = ["progressive", "unused"]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "sharded"),
-    [(1, False), (2, False), pytest.param(3, False, marks=pytest.mark.slow), (2, True)],
-    ids=["1", "2", "3", "2-sharded"],
+    ("world_size", "sharded", "schedules"),
+    [
+        (1, False, SCHEDULES),
+        (2, False, SCHEDULES),
+        (2, True, SCHEDULES),
+        pytest.param(3, False, SOME, marks=pytest.mark.slow),
+        pytest.param(3, False, SCHEDULES, marks=pytest.mark.sweep),
+    ],
+    ids=["1", "2", "2-sharded", "3", "3-all"],
 )
 def test_what_is_frozen_and_thawed_trains_as_in_one_process(
-    expected: dict[str, Tensor], world_size: int, sharded: bool
+    expected: dict[str, Tensor], world_size: int, sharded: bool, schedules: list[str]
 ) -> None:
-    first, *others = run_ranks(_train, world_size, world_size, sharded, SCHEDULES)
+    first, *others = run_ranks(_train, world_size, world_size, sharded, schedules)
     for schedule, end in first.items():
         # float64, of which AdamW's quotients may lose some digits where gradients are small.
         assert relative_error(end, expected[schedule]) < 1e-9, schedule
