@@ -105,9 +105,11 @@ class OutputSampler:
         # After the step that was sampled there may be another backward, of a graph that was kept.
         if not self.is_running or self._calls[name, kind] > self.max_calls:
             return []
-        for tensor in tensors:
-            row = pack_stats([tensor.detach()])
-            self._rows.setdefault(OutputKey(name, kind, tensor.dtype.to_real()), []).append(row)
+        # Without the mode, which would be called by each of some 200 functions in here.
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors:
+                row = pack_stats([tensor.detach()])
+                self._rows.setdefault(OutputKey(name, kind, tensor.dtype.to_real()), []).append(row)
         return tensors
 
 

@@ -224,7 +224,9 @@ class FactsRecorder(pl.Callback):
         pending = self._pending[-1]
         for monitor in (each for each in self._monitors if each.moment == moment):
             step.context = {}
-            seen = monitor.observe(step)
+            # A mode that a monitor has in place for the model is not for the statistics.
+            with torch._C.DisableTorchFunction():
+                seen = monitor.observe(step)
             if seen is not None:
                 monitor.samples += 1
                 pending.parts[monitor], pending.context[monitor] = seen, step.context
