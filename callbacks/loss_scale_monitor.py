@@ -1,4 +1,4 @@
-"""`LossScaleMonitor`: says when the loss scale sinks, long before it is at its floor."""
+"""`LossScaleMonitor`: warns when the loss scale falls, long before it reaches the floor."""
 
 import math
 from collections import deque
@@ -27,21 +27,22 @@ _FP16_MAX = torch.finfo(torch.float16).max
     }
 )
 class LossScaleMonitor(InstabilityMonitor):
-    """Warns of a loss scale that sinks, and of too many steps skipped for it.
+    """Warns of a falling loss scale and of too many skipped steps.
 
-    torch's scaler halves its scale at every overflow and says nothing: 17 overflows in a row take
-    it from 65536 below 1, where gradients below 6e-8 are all zero. This warns at the seventh.
+    torch's `GradScaler` halves the scale at every overflow without notice: 17 consecutive overflows
+    take it from 65536 below 1, where all gradients below 6e-8 underflow. The monitor warns at the
+    seventh.
 
     Example: `Trainer(callbacks=LossScaleMonitor())`
 
     Args:
-        max_skip_rate: Warns when more of `window_steps` steps were skipped; 0.01 is 1%.
-        window_steps: Steps that the rate is taken over.
-        calibration_steps: Steps at the start that do not count for the rate, while a dynamic scale
-            looks for its level.
-        min_scale: Warns when the scale falls below. fp16 gradients of 65504 / 1024 = 64 and more
-            overflow at a scale of 1024, and those below 2.9e-11 are zero.
-        repeat_after_steps: Steps until the same alarm may be raised again.
+        max_skip_rate: Maximum share of skipped steps among the last `window_steps` steps.
+        window_steps: Number of steps for the skip rate.
+        calibration_steps: Number of initial steps that do not count for the skip rate, while a
+            dynamic scale finds its level.
+        min_scale: Minimum loss scale. At a scale of 1024, fp16 gradients above 65504 / 1024 = 64
+            overflow and gradients below 2.9e-11 underflow.
+        repeat_after_steps: Minimum number of steps between two equal alarms.
 
     Raises:
         ValueError: An argument is out of range.
@@ -64,16 +65,16 @@ class LossScaleMonitor(InstabilityMonitor):
         self.window_steps = window_steps
         self.calibration_steps = calibration_steps
         self.min_scale = min_scale
-        self.steps = 0  # judged so far
-        self.skipped_steps = 0  # of them
-        self.skipped_in_a_row = 0  # the newest ones
-        self.scale: float | None = None  # after the last of them
-        self._window: deque[bool] = deque(maxlen=window_steps)  # whether each was skipped
-        self._judged = -1  # the last step, which several optimizers may share
+        self.steps = 0  # number of judged steps
+        self.skipped_steps = 0
+        self.skipped_in_a_row = 0  # up to the last step
+        self.scale: float | None = None  # after the last step
+        self._window: deque[bool] = deque(maxlen=window_steps)  # whether each step was skipped
+        self._judged = -1  # last judged step; several optimizers may share a step
 
     @property
     def skip_rate(self) -> float:
-        """Skipped steps as a share of the last `window_steps` steps."""
+        """Share of skipped steps among the last `window_steps` steps."""
         return sum(self._window) / self.window_steps
 
     @override
@@ -91,7 +92,7 @@ class LossScaleMonitor(InstabilityMonitor):
         self.steps += 1
         self.skipped_steps += is_skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
-        # A dynamic scale finds its level by overflows, which are no failure.
+        # A dynamic scale finds its level by overflows, which are not a failure.
         if self.steps > self.calibration_steps:
             self._window.append(is_skipped)
         self.history.add_point("skipped", facts.step, float(is_skipped))
@@ -102,17 +103,17 @@ class LossScaleMonitor(InstabilityMonitor):
             "skip_rate": self.skip_rate,
         }
         trainer = self.recorder.trainer
-        # All optimizers share the scale, so that its curves get no number.
+        # All optimizers share the scale, so metric names get no optimizer suffix.
         self.record(metrics, replace(facts, optimizer=0), trainer.log_every_n_steps)
         in_a_row, verdicts = {"in_a_row": self.skipped_in_a_row}, []
         before, (floor, is_dynamic) = facts.loss_scale, _limits(trainer)
-        # A skip at the lowest scale is one that no lower one can cure.
+        # A skip at the lowest scale cannot be cured by a lower scale.
         if is_skipped and (not is_dynamic or (before is not None and before <= floor)):
             tags = () if is_dynamic else ("static",)
             lowest = Verdict("loss_scale_floor", scale, floor, "error", tags=tags, numbers=in_a_row)
             verdicts = [lowest]
         elif is_dynamic and is_skipped and scale < self.min_scale:
-            # torch's scaler has no floor: 166 overflows in a row take it to 0.
+            # torch's scaler has no floor and can reach 0.
             numbers = {**in_a_row, "reach": _FP16_MAX / max(scale, 1e-38)}
             is_lost = facts.loss is not None and not math.isfinite(facts.loss)
             low = Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers)
@@ -126,8 +127,8 @@ class LossScaleMonitor(InstabilityMonitor):
 
 
 def _limits(trainer: pl.Trainer) -> tuple[float, bool]:
-    """Return the lowest scale, and whether the scale moves."""
+    """Return the lowest scale and whether the scale is dynamic."""
     scaler = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
     if isinstance(scaler, LossScaler):
         return scaler.config.min_scale, scaler.config.dynamic
-    return 1.0, True  # torch's has none; below 1, what unscaling gains is lost
+    return 1.0, True  # torch's scaler has no floor; a scale below 1 has no benefit

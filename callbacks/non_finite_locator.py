@@ -1,4 +1,4 @@
-"""`NonFiniteLocator`: names the module that made the first NaN or inf of a failing step."""
+"""`NonFiniteLocator`: names the module that produced the first NaN or inf of a failing step."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -31,41 +31,42 @@ __all__ = ["NonFiniteLocator"]
 
 @dataclass(eq=False)
 class _Step:
-    """A training step that is under way: its batches, and what is known of it."""
+    """The current training step: its batches and the results so far."""
 
     facts: StepFacts
     scale: float | Tensor | None
     records: list[Record] = field(default_factory=list)
     backwards: int = 0
     optimizer_steps: int = 0  # in manual optimization there may be several
-    bad: list[int] = field(default_factory=list)  # records whose loss was not finite
+    bad: list[int] = field(default_factory=list)  # indices of records with a non-finite loss
     located: bool = False
 
 
 @explains_arguments(checks={"repeated max_replays": "[1, inf)", "near_limit": "(0, 1)"})
 class NonFiniteLocator(InstabilityMonitor):
-    """Replays a failing step once, with hooks, and names the first producer of NaN or inf.
+    """Replays a failing step with hooks and names the module that produced the first NaN or inf.
 
-    A loss of NaN says nothing of where it began: within one forward it has spread to every module
-    behind. The replay leaves training as it was. Limits: docs/callbacks/non-finite-locator.md.
+    A NaN loss does not show its origin, because NaN spreads to every later module within one
+    forward. The replay does not change the training state. docs/callbacks/non-finite-locator.md
+    explains costs and limits.
 
     Example: `Trainer(callbacks=NonFiniteLocator(action="stop"))`
 
     Args:
-        repeated: Skipped steps in a row until the last of them is replayed.
-        near_limit: The share of a dtype's largest number from which on modules are suspects.
-        check_gradients: Without a loss scale, look at gradients as well, in every step, not only at
-            losses, for which the host waits for each backward.
+        repeated: Number of consecutive skipped steps after which the last one is replayed.
+        near_limit: Modules with values above this share of the dtype's largest value are suspects.
+        check_gradients: Without a loss scale, check the gradients of every step in addition to the
+            loss. The host then waits for each backward.
         action: `"warn"`, `"stop"` training before the step, or `"raise"` an `InstabilityError`.
-        max_replays: Steps to replay in a run; afterwards the callback does nothing.
-        save_batch: Whether alarms, also those of other monitors, save the batches of their step as
-            `bad_batches/*.pt` in the log folder, 20 files at most; see `Alarm.batch_path`. Keeps
-            the newest batches in memory.
-        repeat_after_steps: Steps until the same alarm may be raised again.
+        max_replays: Maximum number of replayed steps in a run.
+        save_batch: Whether alarms of all monitors save the batches of their step as
+            `bad_batches/*.pt` in the log folder, at most 20 files; see `Alarm.batch_path`. Keeps
+            the latest batches in memory.
+        repeat_after_steps: Minimum number of steps between two equal alarms.
 
     Raises:
-        ValueError: An argument is not of these.
-        InstabilityError: At a step that was located, with `action="raise"`.
+        ValueError: An argument is invalid.
+        InstabilityError: With `action="raise"`, after the source was located.
     """
 
     keeps = ("replays", "_skips")
@@ -89,7 +90,7 @@ class NonFiniteLocator(InstabilityMonitor):
         self.action = action
         self.max_replays = max_replays
         self.replays = 0
-        self._skips = 0  # in a row
+        self._skips = 0  # consecutive
         self._step: _Step | None = None
         self._unjudged: _Step | None = None  # until its outcome has arrived
         self._skipper = StepSkipper()
@@ -100,7 +101,7 @@ class NonFiniteLocator(InstabilityMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
-        # Once, as it walks through all modules.
+        # Collected once, because the search visits all modules.
         self._generators = own_generators(pl_module)
         if self.action == "stop":
             self._skipper.attach(trainer)
@@ -113,11 +114,11 @@ class NonFiniteLocator(InstabilityMonitor):
         facts, is_manual = facts_of(trainer, batch_idx), _is_manual(trainer)
         if self._step is None or self._step.facts.step != facts.step or is_manual:
             scale = loss_scale_of(trainer)
-            # The replay is at the scale of the step, which the scaler lowers in place after it.
+            # Cloned for the replay, because the scaler updates the scale in place.
             scale = scale.clone() if isinstance(scale, Tensor) else scale
             self._step = _Step(facts, scale)
         rng = RngState(trainer.strategy.root_device, generators=self._generators)
-        # `training_step` may pop from its batch; a replay needs all of it.
+        # Containers are copied, because `training_step` may remove items from its batch.
         self._step.records.append(Record(copy_containers(batch), batch_idx, rng))
 
     @override
@@ -127,9 +128,9 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         step.backwards += 1
         is_bad = torch.isfinite(seen).logical_not().float()
-        if step.scale is None:  # ranks replay together, so all must know of it before the step
+        if step.scale is None:  # ranks replay together, so all must agree before the step
             all_reduce_found_inf(is_bad)
-        # Sent before the backward is queued, so that the host need not wait for that.
+        # Sent before the backward is queued, so that the host does not wait for the backward.
         take = partial(self._take_loss, step, len(step.records) - 1)
         self.recorder.send(torch.stack([is_bad, seen]), take)
 
@@ -163,7 +164,7 @@ class NonFiniteLocator(InstabilityMonitor):
             return  # batches are being accumulated
         self._step = None
         if step.scale is not None and step.backwards:
-            if self.recorder.skipped is None:  # a fused optimizer, of whom the next step tells
+            if self.recorder.skipped is None:  # a fused optimizer; known in the next step
                 self._unjudged = step
             else:
                 self._judge(trainer, step, self.recorder.skipped)
@@ -184,13 +185,13 @@ class NonFiniteLocator(InstabilityMonitor):
     # --- failing steps ---------------------------------------------------------------------------
 
     def _has_bad_loss(self, trainer: pl.Trainer, step: _Step) -> bool:
-        """Wait for the losses of a step; return whether ranks agree on one that is not finite."""
+        """Wait for the losses of a step; return whether all ranks know of a non-finite loss."""
         self.recorder.drain()
-        # With a scale, ranks have not exchanged it: they agree in `_judge`, after the step.
+        # With a loss scale, ranks agree only in `_judge` after the step.
         return bool(step.bad) and (step.scale is None or trainer.world_size == 1)
 
     def _has_bad_gradient(self, step: _Step) -> bool:
-        """Return whether a rank has a gradient that is not finite; ranks agree."""
+        """Return whether any rank has a non-finite gradient; a collective."""
         seen = self.recorder.step
         if not self.check_gradients or step.scale is not None or not (seen and seen.signals):
             return False
@@ -199,13 +200,13 @@ class NonFiniteLocator(InstabilityMonitor):
         self.recorder.drain()
         if math.isfinite(norms[0]):
             return False
-        # The squares of finite gradients may overflow in their norm.
+        # The norm of finite gradients may overflow, so count non-finite values.
         stats_NK = tensor_stats(seen.found.gradients)
         count = stats_NK[:, StatField.NON_FINITE].sum().float()
         return bool(all_reduce_found_inf(count) != 0)
 
     def _judge_late(self, trainer: pl.Trainer) -> None:
-        """Judge a step of a fused optimizer, whose weights are as they were if it was skipped."""
+        """Judge the last step of a fused optimizer, whose outcome was not known at its end."""
         step, self._unjudged = self._unjudged, None
         if step is not None:
             self.recorder.drain()
@@ -213,7 +214,7 @@ class NonFiniteLocator(InstabilityMonitor):
             self._judge(trainer, step, facts is not None and bool(facts.skipped))
 
     def _judge(self, trainer: pl.Trainer, step: _Step, is_skipped: bool) -> None:
-        """Count skipped steps; ranks agree on them."""
+        """Count skipped steps, which are equal on all ranks, and locate the source if due."""
         if not is_skipped:
             self._skips = 0
             return
@@ -223,12 +224,12 @@ class NonFiniteLocator(InstabilityMonitor):
         bad = {index for each in gather_objects(trainer, step.bad) for index in each}
         if bad:
             self._locate(trainer, step, sorted(bad), SAYS["bad_loss"])
-        elif self._skips >= self.repeated:  # one overflow is how a dynamic scale finds its height
+        elif self._skips >= self.repeated:  # a dynamic scale finds its level by single overflows
             cause = SAYS["overflows" if self._skips > 1 else "overflow"].format(count=self._skips)
             self._locate(trainer, step, [], cause)
 
     def _locate(self, trainer: pl.Trainer, step: _Step, indices: list[int], cause: str) -> None:
-        """Replay a step, or the batches of it that failed, and raise the alarm."""
+        """Replay a step, or its failed batches, and raise the alarm."""
         if step.located or self.replays >= self.max_replays:
             return
         self.replays += 1
@@ -245,14 +246,14 @@ class NonFiniteLocator(InstabilityMonitor):
         verdict = Verdict("non_finite", amax, limit, "error", name, words=words)
         alarm = self.say(trainer, verdict, facts)
         if self.action == "raise":
-            # `None` where the same was said a short while ago: that one stands for it.
+            # `say` returns `None` if the same alarm was raised recently.
             raise InstabilityError(alarm or self.alarms[-1])
-        # Not `=`: another callback may have asked for it.
+        # Not `=`, because another callback may have requested the stop.
         trainer.should_stop |= self.action == "stop"
 
 
 def _lost_epsilon(trainer: pl.Trainer, dtype: str) -> float | None:
-    """Return the epsilon of a plain Adam that is 0 in the dtype of its weights, if there is one."""
+    """Return the epsilon of a plain Adam that is 0 in the dtype of its weights, or `None`."""
     if not dtype or isinstance(trainer.precision_plugin, ScaledPrecision):
         return None
     zero = torch.zeros((), dtype=getattr(torch, dtype))

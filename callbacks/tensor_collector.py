@@ -1,4 +1,4 @@
-"""`TensorCollector`: writes down what chosen tensors look like, step by step."""
+"""`TensorCollector`: writes statistics of selected tensors to files."""
 
 import fnmatch
 import os
@@ -57,40 +57,40 @@ def _pattern(text: str) -> re.Pattern[str]:
         "include": Check(
             least=1,
             test=lambda include: [_pattern(each) for each in include],
-            words="a non-empty list of patterns; what follows `re:` is a regular expression",
+            words="a non-empty list of patterns, each a name pattern or `re:<regular expression>`",
         ),
         "collect reductions": Check(least=1),
         "dirpath": PATH,
     }
 )
 class TensorCollector(SamplingMonitor):
-    """Writes norms, moments and histograms of chosen weights, gradients, states and outputs.
+    """Writes norms, moments and histograms of selected weights, gradients, states and outputs.
 
-    Monitors say that something is wrong; when one of 300 tensors began to drift, say 5000 steps
-    before, its numbers tell, which no logger has. One `.npz` file a sample, whose arrays are
-    described in docs/callbacks/tensor-collector.md.
+    A monitor reports that something is wrong; the collected numbers show which of 300 tensors began
+    to drift 5000 steps earlier. Every sample is an `.npz` file, whose arrays are described in
+    docs/callbacks/tensor-collector.md.
 
     Example: `Trainer(callbacks=TensorCollector(include=["*.attention.*"], every_n_steps=200))`
 
     Args:
-        include: Names of parameters and, for outputs, of modules: `*`, `?` and `[...]` match as in
-            a shell; what begins with `re:` is a regular expression for the whole name.
-        collect: `"weights"`, `"gradients"` (unscaled), `"optimizer_state"` (all states of a
-            parameter's shape), all right before the step; `"outputs"` of the step's forwards.
-        reductions: Of each tensor: `"norm"`, `"rms"`, `"mean"`, `"std"`, `"absmax"`, `"kurtosis"`
-            (3 for normal values), and `"histogram"`, by powers of two. The page of
-            `InstabilityReport` shows the histograms of the first 12 tensors over time.
-        every_n_steps: Steps between two samples.
-        dirpath: The folder to write to; `tensors` in the logger's, or in `default_root_dir`. Where
-            another run has it, `-v1` or a higher number is put behind the name.
-        log: Whether loggers get the numbers too, as `gradients/<name>/<reduction>`.
+        include: Patterns for names of parameters and, for outputs, of modules. `*`, `?` and `[...]`
+            match as in a shell; `re:` is followed by a regular expression for the whole name.
+        collect: `"weights"`, `"gradients"` (unscaled) and `"optimizer_state"` (states with the
+            shape of the parameter), all right before the step; `"outputs"` of the forwards.
+        reductions: Statistics per tensor: `"norm"`, `"rms"`, `"mean"`, `"std"`, `"absmax"`,
+            `"kurtosis"` (3 for a normal distribution), and `"histogram"` by powers of two. The page
+            of `InstabilityReport` shows the histograms of the first 12 tensors over time.
+        every_n_steps: Number of steps between two samples.
+        dirpath: Output folder; by default `tensors` in the folder of the logger or in
+            `default_root_dir`. `-v1` and so on is appended if another run uses it.
+        log: Whether to send the numbers to loggers as `gradients/<name>/<reduction>`.
 
     Raises:
         ValueError: An argument is out of range, or a pattern matches nothing.
 
     References:
-        arXiv:1710.03740, figure 3, is such a histogram; the tensor collections of Amazon SageMaker
-        Debugger.
+        Histogram of gradient magnitudes, arXiv:1710.03740, figure 3; tensor collections of Amazon
+        SageMaker Debugger.
     """
 
     moment: Moment = "batch end"
@@ -112,35 +112,35 @@ class TensorCollector(SamplingMonitor):
         self.reductions = tuple(reductions)
         self.dirpath = dirpath
         self.log = log
-        self.folder: Path | None = None  # on rank zero, once a sample has been written
+        self.folder: Path | None = None  # on rank zero, after the first sample
         self._wanted = Path()
-        self._earlier: str | None = None  # the folder of the run that is resumed
+        self._earlier: str | None = None  # folder of the resumed run
         self._failures = Failures(usage)
         self._names: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
         self._hooks = ExitStack()
-        self._outputs: dict[str, list[Tensor]] = {}  # rows, by module; empty without hooks
+        self._outputs: dict[str, list[Tensor]] = {}  # rows by module; empty without hooks
         self._rows: dict[str, Tensor] = {}
 
-    # --- what to look at -------------------------------------------------------------------------
+    # --- selection -------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            root = trainer.log_dir or trainer.default_root_dir  # broadcast: the same on all ranks
+            root = trainer.log_dir or trainer.default_root_dir  # equal on all ranks
             self._wanted = Path(os.path.abspath(self.dirpath or Path(root) / "tensors"))
             self._earlier, self.folder = str(self.folder) if self.folder else None, None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if step_of(trainer) == 0:  # a run from the start continues no other
+        if step_of(trainer) == 0:  # not resumed
             self._earlier = None
         self._rows.clear()
         self._unhook()
         modules = {as_written(path): module for path, module in eager_modules(pl_module) if path}
         parameters = parameter_names(pl_module)
-        # A pattern that matches nothing is a mistake, whatever it was meant for.
+        # A pattern without a match raises an error.
         known = list(modules) if "outputs" in self.collect else []
         known += parameters.values() if {*self.collect} - {"outputs"} else []
         chosen = set(self._matching(known))
@@ -159,7 +159,7 @@ class TensorCollector(SamplingMonitor):
 
     @override
     def is_due(self, step: int) -> bool:
-        """Return whether to observe a step; at the start no more often."""
+        """Return whether to observe a step; unlike other monitors, not more often at the start."""
         return step % self.every_n_steps == 0
 
     def _row(self, tensor: Tensor, unscale: float | Tensor = 1.0) -> Tensor:
@@ -191,7 +191,7 @@ class TensorCollector(SamplingMonitor):
             for parameter, gradient in zip(found.parameters, found.gradients, strict=True):
                 if name := self._names.get(id(parameter)):
                     self._rows[f"gradients/{name}"] = self._row(gradient, found.unscale)
-        # Several optimizers step in a batch; weights are taken before the first of them.
+        # With several optimizers, weights are sampled before the first step of the batch.
         if "weights" in self.collect and not any(key.startswith("weights/") for key in self._rows):
             for parameter in trainer.lightning_module.parameters():
                 if name := self._names.get(id(parameter)):
@@ -202,7 +202,7 @@ class TensorCollector(SamplingMonitor):
     def _add_states(self, optimizer: Optimizer) -> None:
         stepped = (p for group in optimizer.param_groups for p in group["params"])
         states = {p: optimizer.state.get(p, {}) for p in stepped if id(p) in self._names}
-        # All parameters have the same rows, as a rank may hold no part of one, and so no state.
+        # All parameters have the same rows, because a rank without a shard has no state.
         kinds = {
             kind: None
             for p, state in states.items()
@@ -217,9 +217,9 @@ class TensorCollector(SamplingMonitor):
     @override
     def observe(self, step: TrainingStep) -> Tensor | None:
         root = step.trainer.strategy.root_device
-        home = torch.device("cpu") if root.type == "mps" else root  # it has no float64
+        home = torch.device("cpu") if root.type == "mps" else root  # MPS has no float64
         for name, seen in self._outputs.items():
-            # Every module has a row, called or not, as all ranks must send the same.
+            # Modules without a call have a row as well, because all ranks must send equal shapes.
             parts = [part.to(home, non_blocking=True) for part in seen]
             parts = parts or [self._row(torch.empty(0, device=home))]
             self._rows[f"outputs/{name}"] = merge_moments(torch.stack(parts))
@@ -238,7 +238,7 @@ class TensorCollector(SamplingMonitor):
 
     @override
     def judge(self, sample: Sample) -> list[Verdict]:
-        """Write a sample down, on rank zero."""
+        """Write a sample to a file, on rank zero."""
         trainer = self.recorder.trainer
         if not trainer.is_global_zero:
             return []
@@ -249,7 +249,7 @@ class TensorCollector(SamplingMonitor):
             same = torch.tensor([not key.startswith("outputs/") for key in keys])
             merged_NK = torch.where(same[:, None], ranks_WNK[0], merged_NK)
         arrays = reduced(merged_NK, self.reductions)
-        # A trial run leaves no files, as Lightning's loggers and checkpoints leave none.
+        # `fast_dev_run` writes no files, as in Lightning's loggers and checkpoints.
         if not trainer.fast_dev_run:
             counts = {"count": merged_NK[:, 0].numpy(), "non_finite": merged_NK[:, 6].numpy()}
             where = {"step": facts.step, "epoch": facts.epoch, "batch_idx": facts.batch_idx}
@@ -279,9 +279,9 @@ class TensorCollector(SamplingMonitor):
             arrays["histogram"] = arrays["histogram"].astype(np.int64)
             arrays["exponents"] = EXPONENTS
         with self._failures.forgiven("tensors_not_written", path=str(self._wanted)):
-            # `mkdir` fails where a folder is, so that it claims the one that it makes.
+            # `mkdir` fails if the folder exists, so a created folder belongs to this run.
             self.folder = self.folder or claim(self._wanted, Path.mkdir, self._earlier)
-            # Zeros in front, so that names sort by step.
+            # Leading zeros, so that names sort by step.
             path = self.folder / f"{step:08d}.npz"
             save(path, lambda file: np.savez_compressed(file, **arrays))
 

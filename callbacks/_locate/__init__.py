@@ -1,1 +1,1 @@
-"""Replay of a failing step, and the search for where it began."""
+"""Replay of a failing step and search for the source of the first non-finite value."""

@@ -1,4 +1,4 @@
-"""Where values that are not finite were made: the judgement on a replayed step."""
+"""Finds the source of the first non-finite value in the trace of a replayed step."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,36 +15,36 @@ from lightning_mp.callbacks._words.non_finite import (
 
 __all__ = ["Finding", "find_source", "headroom"]
 
-_MOST_SUSPECTS = 4  # that an alarm names
+_MOST_SUSPECTS = 4  # named in an alarm
 
 Source = Literal["batch", "outlier", "parameter", "forward", "backward", "nowhere", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The first producer of values that are not finite."""
+    """The source of the first non-finite value."""
 
-    source: Source  # `"nowhere"`: the replay came out finite; `"failed"`: it raised
-    name: str = ""  # dotted, of the tensor or module; the class of the root
-    sentence: str  # without its full stop
-    dtype: str = ""  # of what is not finite, such as `"float16"`
-    is_nan: bool = False  # whether NaN is among that
-    amax: float | None = None  # the largest magnitude that went in
-    limit: float | None = None  # the largest number of the dtype
-    suspects: tuple[str, ...] = ()  # modules near the limit before it, the nearest first
-    is_root: bool = False  # whether no submodule made it, but code of the LightningModule
+    source: Source  # `"nowhere"`: the replay was finite; `"failed"`: the replay raised an error
+    name: str = ""  # dotted name of the tensor or module, or the class of the root module
+    sentence: str  # without full stop
+    dtype: str = ""  # of the non-finite tensor, such as `"float16"`
+    is_nan: bool = False  # whether the tensor contains NaN
+    amax: float | None = None  # the largest magnitude of the inputs
+    limit: float | None = None  # the largest finite value of the dtype
+    suspects: tuple[str, ...] = ()  # earlier modules with values near the limit, latest first
+    is_root: bool = False  # whether the source is code of the LightningModule, not a submodule
     fitting_scale: float | None = None  # loss scale at which the replayed backward was finite
-    usual: float = 0.0  # of an outlier's tensor: the magnitude that 99.9% of its values are within
+    usual: float = 0.0  # for an outlier: the 99.9% quantile of the magnitudes in its tensor
 
     @property
     def is_half(self) -> bool:
-        """Whether a wider format would have held it."""
+        """Whether a dtype with a larger range would avoid the overflow."""
         return self.dtype == "float16"
 
 
 def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
-    """Return what took finite values and gave others first; `None` where all was finite."""
-    # Modules inside a module end before it, so that the innermost is the first.
+    """Return the first source of non-finite values, or `None` if all values are finite."""
+    # Submodules end before the module that contains them, so the innermost module comes first.
     ended = sorted((c for c in trace.calls if c.ended), key=lambda c: c.ended)
     parameter = _first_bad(trace.groups["parameters"])
     if parameter is not None:
@@ -59,13 +59,13 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
 
 
 def headroom(trace: Trace) -> float:
-    """Return by what all gradients could be multiplied; 0 where one is not finite now."""
+    """Return the factor by which gradients could grow; 0 if a gradient is non-finite."""
     roles: tuple[Role, ...] = ("grad_output", "grad_input")
     seen = [s for call in trace.calls for role in roles for s in call.seen[role]]
     seen += trace.groups["gradients"]
     if _first_bad(seen) is not None or _first_bad(trace.groups["loss"]) is not None:
         return 0.0
-    # Under autocast all of them pass through the narrowest dtype.
+    # Under autocast, all gradients pass through the narrowest dtype.
     narrowest = min((s.limit for s in seen), default=0.0)
     return min((narrowest / s.amax for s in seen if s.amax), default=0.0)
 
@@ -76,9 +76,9 @@ def headroom(trace: Trace) -> float:
 def _first_producer(
     trace: Trace, ended: list[TracedCall], near_limit: float
 ) -> tuple[TracedCall | None, list[TracedCall]]:
-    """Return the first producer of a forward, and the calls before it that gave -inf on purpose."""
-    # Masked logits are -inf and finite values, far from the limit of their dtype. They are no fault
-    # where a softmax takes them or what is around them comes out finite.
+    """Return the source in the forward, and earlier calls whose -inf outputs are masks."""
+    # Masked logits are -inf beside finite values far from the limit of the dtype. A mask is not an
+    # error if a softmax consumes it or the surrounding module returns finite values.
     masked: list[TracedCall] = []
     for call in ended:
         bad = [s for s in call.seen["output"] if not s.is_finite]
@@ -87,7 +87,7 @@ def _first_producer(
         is_passed_on = bool(given) and not (masked and all(s.is_masked for s in given))
         if not bad or is_passed_on:
             continue
-        # Beside values near the limit, -inf is more likely an overflow than a mask.
+        # If other values are near the limit, -inf is more likely an overflow than a mask.
         if all(s.is_masked and s.amax <= near_limit * s.limit for s in bad):
             if not given:
                 masked.append(call)
@@ -100,7 +100,7 @@ def _first_producer(
 
 
 def _is_swallowed(masked: TracedCall, ended: list[TracedCall]) -> bool:
-    """Return whether -inf went into finite values, as by a softmax."""
+    """Return whether a later module turned -inf into finite values, as a softmax does."""
     after = (c for c in ended if c.ended > masked.ended)
     return any(
         _first_bad(call.seen["output"]) is None
@@ -115,7 +115,7 @@ def _in_forward(
     inputs, outputs = call.seen["input"], call.seen["output"]
     before = [c for c in ended if c.ended < call.ended]
     inside = [c for c in before if c is not call and c.name.startswith(call.inside)]
-    # A module may pass what it made itself to one inside it, which only hands it on.
+    # A module may pass its own non-finite value to a submodule, which only returns it.
     given = next((c for c in inside if _first_tainted(c.seen["input"])), None)
     seen = given.seen["input"] if given else outputs
     bad = _first_tainted(seen) or _first_bad(seen) or seen[0]
@@ -137,7 +137,7 @@ def _in_forward(
 def _outside(
     trace: Trace, ended: list[TracedCall], near_limit: float, masked: list[TracedCall]
 ) -> Finding | None:
-    """Look for what code of the LightningModule made between its modules, or after them."""
+    """Return a source in the code of the LightningModule between or after its submodules."""
     inputs = {c: [s for s in c.seen["input"] if not (s.is_masked and masked)] for c in ended}
     tainted = (c for c in ended if _first_tainted(inputs[c]))
     bad_input = next((c for c in tainted if _first_bad(c.seen["output"])), None)
@@ -160,7 +160,7 @@ def _outside(
 def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
     reached = sorted((c for c in trace.calls if c.reached), key=lambda c: c.reached)
     producers = [c for c in reached if _makes_gradient(trace, c)]
-    # A module's first gradient of an input comes after those of all modules inside it.
+    # The input gradient of a module comes after the input gradients of all its submodules.
     producer = min(producers, key=lambda c: c.left or c.reached, default=None)
     root, gradients = type(trace.root).__name__, trace.groups["gradients"]
     if producer is None:
@@ -181,7 +181,7 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
     name = "" if producer is None else producer.name
     finding = _found("backward", name or root, sentence, came, bad, suspects, is_root=not name)
-    # Autocast hands the gradients of fp32 weights on in fp32, after they have overflowed in fp16.
+    # Autocast casts gradients of fp32 weights to fp32 after they have overflowed in fp16.
     narrow = min((*came, bad), key=lambda s: s.limit)
     return replace(finding, dtype=narrow.dtype_name, limit=narrow.limit)
 
@@ -193,7 +193,7 @@ def _makes_gradient(trace: Trace, call: TracedCall) -> bool:
     return _first_bad(given) is None and _first_bad(call.own(trace.groups["gradients"])) is not None
 
 
-# --- what both share -----------------------------------------------------------------------------
+# --- shared helpers ------------------------------------------------------------------------------
 
 
 def _found(
@@ -238,7 +238,7 @@ def _suspects_before(
     near_limit: float,
     role: Role = "output",
 ) -> list[tuple[str, str]]:
-    """Return names of modules that came near a limit, and how near, the last ones first."""
+    """Return modules with values near the limit of their dtype and a description, latest first."""
     found: dict[str, str] = {}
     for call in reversed(calls):
         is_around = producer is not None and producer.name.startswith(call.inside)
@@ -256,7 +256,7 @@ def _near(trace: Trace, call: TracedCall, near_limit: float, role: Role) -> str:
         return f"gradient of its output {near[0].amax:.5g}" if near else ""
     outputs = call.seen["output"]
     weights = call.own(trace.groups["parameters"])
-    # A weight is used in the dtype that comes out, whatever dtype it is kept in.
+    # Weights are cast to the dtype of the output, whatever dtype they are stored in.
     limit = min((s.limit for s in outputs), default=float("inf"))
     sizes = {
         "weight": [s.amax for s in weights if s.amax > near_limit * min(s.limit, limit)],

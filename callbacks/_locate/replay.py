@@ -1,4 +1,4 @@
-"""Runs a training step once more with hooks, leaves all as it was, and finds what failed first."""
+"""Replays a training step with hooks, restores all state, and finds the source of a failure."""
 
 import copy
 import math
@@ -31,29 +31,29 @@ from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
 __all__ = ["Record", "gather_objects", "replay", "search", "undisturbed"]
 
-_LOWERINGS = 6  # by 4 each, of a loss scale that is tried
-_NEAR = 2**-6  # two roundings to bf16, where compiled code runs eagerly
-# What a metric keeps beside its states.
+_LOWERINGS = 6  # attempts with a loss scale that is divided by 4 each time
+_NEAR = 2**-6  # two roundings to bf16, because compiled code runs eagerly in a replay
+# Attributes of a metric in addition to its states.
 _METRIC = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
 _Seen = tuple[Finding | None, float, str]
 
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What it takes to run a batch again."""
+    """Everything that is needed to replay a batch."""
 
-    batch: Any  # as `training_step` got it; containers are copies
-    batch_idx: int  # of the epoch
-    rng: RngState  # the generators before the step
-    loss: float | None = None  # what came out, if it is known
+    batch: Any  # as passed to `training_step`; containers are copied
+    batch_idx: int  # within the epoch
+    rng: RngState  # states of the random generators before the step
+    loss: float | None = None  # the loss of the original step, if known
 
 
 class _ReachedStepError(Exception):
-    """Ends a replay in manual optimization, at the optimizer step that the real run stands at."""
+    """Ends a replay in manual optimization at the current optimizer step of the original run."""
 
 
 def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
-    """Return the values of all ranks; every rank must call it."""
+    """Return the values of all ranks; a collective."""
     if trainer.world_size == 1:
         return [value]
     gathered: list[Any] = [None] * trainer.world_size
@@ -64,8 +64,8 @@ def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
 def search(
     trainer: pl.Trainer, records: Sequence[Record], scale: float | None, steps: int, near: float
 ) -> tuple[int, int, Finding]:
-    """Replay batches until one shows where it began; return index, rank, finding, on all alike."""
-    # Batches must be handed to `training_step`, which then does not fetch them itself.
+    """Replay batches until a source is found; return index, rank and finding on all ranks."""
+    # A `training_step` that fetches its batches itself cannot be replayed.
     step = trainer.lightning_module.training_step
     if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
         return 0, 0, Finding(source="failed", sentence=SAYS["no_replay"])
@@ -97,10 +97,10 @@ def _outlier(
     scale: float | None,
     finding: Finding,
 ) -> tuple[int, Finding] | None:
-    """Return rank and finding where a few huge values of the batch are the cause; on all alike."""
+    """Return rank and finding if a few huge values in the batch are the cause; a collective."""
     huge: tuple[str, float, float] | None = None
     calm = None
-    with suppress(Exception):  # it forbids that
+    with suppress(Exception):  # the batch cannot be copied
         calm = copy.deepcopy(record.batch)
     for name, tensor in named_tensors(calm, "batch"):
         if tensor.dtype in VALUE_DTYPES and tensor.numel() > 1 and not tensor.is_complex():
@@ -125,7 +125,7 @@ def _outlier(
 
 
 def _difference(trace: Trace, record: Record) -> str:
-    """Return that a replay was not exact, where its loss tells."""
+    """Return a sentence if the loss of the replay differs from the original, else `""`."""
     if record.loss is None or len(trace.groups["loss"]) != 1:
         return ""
     (loss,) = trace.groups["loss"]
@@ -140,8 +140,8 @@ def _difference(trace: Trace, record: Record) -> str:
 def _at_lower_scales(
     look: Callable[[float], list[_Seen]], rank: int, finding: Finding, scale: float
 ) -> tuple[int, Finding]:
-    """Return the finding at a loss scale of 1, else that of before with a scale that fits."""
-    # What is not finite at a scale of 1 either has nothing to do with the scale.
+    """Return the finding at a loss scale of 1, or the given finding with a fitting scale."""
+    # A value that is non-finite at a scale of 1 does not depend on the scale.
     seen = look(1.0)
     for other, (found, _, _) in enumerate(seen):
         if found is not None:
@@ -150,7 +150,7 @@ def _at_lower_scales(
     fitting = 1.0
     while fitting * 2 <= room and fitting * 2 < scale:
         fitting *= 2
-    for _ in range(_LOWERINGS):  # sums inside a kernel can overflow before their result does
+    for _ in range(_LOWERINGS):  # partial sums in a kernel can overflow before the result
         if fitting <= 1 or min(room for _, room, _ in look(fitting)) > 0:
             break
         fitting = max(fitting / 4, 1.0)
@@ -163,11 +163,11 @@ def _at_lower_scales(
 def _look(
     trainer: pl.Trainer, record: Record, steps: int, near: float, scale: float | None
 ) -> list[_Seen]:
-    """Replay a batch; return every rank's finding, `headroom`, and words for what is not exact."""
+    """Replay a batch; return finding, headroom and `_difference` of every rank."""
     try:
         trace = replay(trainer, record, scale, steps)
     except Exception as error:
-        # Without memory for a second backward, say: no reason to end a run that goes on without.
+        # A failed replay, for example by lack of memory, must not end the run.
         text = (str(error).splitlines() or [""])[0][:200]
         sentence = SAYS["failed"].format(name=type(error).__name__, text=text)
         seen: _Seen = Finding(source="failed", sentence=sentence), 0.0, ""
@@ -177,10 +177,10 @@ def _look(
 
 
 def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_steps: int) -> Trace:
-    """Run a batch again, forward and backward, eagerly and without steps; return what was seen.
+    """Replay the forward and backward of a batch eagerly, without optimizer steps.
 
-    In manual optimization it ends before the step of an optimizer with the number `optimizer_steps`
-    within the batch, from 1; with 0 it runs to the end. All ranks replay together.
+    In manual optimization the replay ends before optimizer step number `optimizer_steps` of the
+    batch, counted from 1; with 0 the replay runs to the end. All ranks must replay together.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     trace = Trace(module)
@@ -190,9 +190,9 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         trace.note("loss", [("loss", loss)])
-        is_off = isinstance(trainer.precision_plugin, DeepSpeedPrecision)  # it keeps gradients
+        is_off = isinstance(trainer.precision_plugin, DeepSpeedPrecision)  # owns gradients
         hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
-        is_off |= any(hooks)  # which step parameters in the backward
+        is_off |= any(hooks)  # hooks that step parameters in the backward
         if is_off or not loss.requires_grad or not bool(torch.isfinite(loss).all()):
             return loss.detach()
         if scale is not None:
@@ -204,17 +204,17 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
         stack.enter_context(undisturbed(trainer, record.batch))
         if not module.automatic_optimization:
             _hold_steps(stack, trainer, backward, optimizer_steps)
-        # A backward that DDP takes for its own would all-reduce gradients of this replay.
+        # Without `no_sync`, DDP would all-reduce the gradients of the replay.
         if isinstance(model := strategy.model, DistributedDataParallel):
             is_due = model.require_forward_param_sync
             stack.callback(setattr, model, "require_forward_param_sync", is_due)
             stack.enter_context(model.no_sync())
-        if "torch._dynamo" in sys.modules:  # code may be compiled, and takes no hooks
+        if "torch._dynamo" in sys.modules:  # hooks do not run in compiled code
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(trace)
         record.rng.restore()
-        loss = None  # in manual optimization, or where `training_step` returns None
+        loss = None  # in manual optimization, or if `training_step` returns None
         with suppress(_ReachedStepError):
             loss = loss_in(_training_step(trainer, record))
         if module.automatic_optimization and loss is not None:
@@ -232,7 +232,7 @@ def _training_step(trainer: pl.Trainer, record: Record) -> Any:
     is_plain_ddp = isinstance(strategy.model, DistributedDataParallel) and (
         type(strategy).training_step is Strategy.training_step
     )
-    if not is_plain_ddp:  # sharded, or in micro-batches: the strategy knows how
+    if not is_plain_ddp:  # the strategy implements sharding or micro-batches
         return strategy.training_step(*kwargs.values())
     with trainer.precision_plugin.train_step_context():
         return module.training_step(*kwargs.values())
@@ -240,9 +240,9 @@ def _training_step(trainer: pl.Trainer, record: Record) -> Any:
 
 @contextmanager
 def undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
-    """Put back what a step changes beside its result."""
+    """Restore all state that a step changes."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
-    # Each state is noted here, and put back in the opposite order when the stack is left.
+    # States are saved here and restored in reverse order on exit.
     connector, plugin = trainer._logger_connector, trainer.precision_plugin
     with ExitStack() as stack:
         stack.callback(RngState(trainer.strategy.root_device, module).restore)
@@ -260,7 +260,7 @@ def undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
             (module, "_param_requires_grad_state"),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
-        # Aside, not zeroed: gradients of micro-batches before this one are needed yet.
+        # Set aside, not zeroed, because gradients of accumulated batches are still needed.
         for parameter in _parameters(trainer):
             stack.callback(parameter.requires_grad_, parameter.requires_grad)
             stack.callback(setattr, parameter, "grad", parameter.grad)
@@ -281,7 +281,7 @@ def _parameters(trainer: pl.Trainer) -> list[Tensor]:
 def _hold_steps(
     stack: ExitStack, trainer: pl.Trainer, backward: Callable[..., Tensor], optimizer_steps: int
 ) -> None:
-    """Take over what a manual `training_step` does itself, until the stack is left."""
+    """Replace the steps that a manual `training_step` performs, until the stack is closed."""
     module, strategy, steps = trainer.lightning_module, trainer.strategy, 0
 
     def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
@@ -304,7 +304,7 @@ def _hold_steps(
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Put something in the place of a method of one object, until the stack is left."""
+    """Replace a method of one object until the stack is closed."""
     attributes = vars(owner)
     stack.callback(attributes.update, {k: each for k, each in attributes.items() if k == name})
     stack.callback(attributes.pop, name)

@@ -1,4 +1,4 @@
-"""What a replayed step shows: every module's inputs, outputs and gradients, in the order made."""
+"""Records inputs, outputs and gradients of every module in a replayed step, in order."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -29,14 +29,14 @@ Role = Literal["input", "output", "grad_output", "grad_input"]
 
 @dataclass(eq=False)
 class Seen:
-    """One tensor as it was at one moment; its numbers come when the step is over."""
+    """Statistics of one tensor at one moment; filled in at the end of the step."""
 
-    path: str  # in what was passed, such as `[0]["hidden"]`; or its dotted name
+    path: str  # position in the arguments, such as `[0]["hidden"]`, or dotted name
     dtype: torch.dtype
     amax: float = 0.0  # the largest finite magnitude
-    nan: int = 0  # how many values are NaN
-    inf: int = 0  # how many are +inf or -inf
-    positive: int = 0  # how many are +inf
+    nan: int = 0  # number of NaN values
+    inf: int = 0  # number of +inf and -inf values
+    positive: int = 0  # number of +inf values
 
     @property
     def is_finite(self) -> bool:
@@ -44,17 +44,17 @@ class Seen:
 
     @property
     def is_masked(self) -> bool:
-        """Whether nothing but -inf in it is not finite, as in masked logits."""
+        """Whether -inf is the only non-finite value, as in masked logits."""
         return self.inf > 0 and not self.nan and not self.positive
 
     @property
     def is_mask(self) -> bool:
-        """Whether it holds 0 and -inf only, as masks of attention do: nothing to worry about."""
+        """Whether the tensor contains only 0 and -inf, like an attention mask."""
         return self.is_masked and self.amax == 0
 
     @property
     def kind(self) -> str:
-        """What is in it that is not finite."""
+        """The kinds of non-finite values in the tensor."""
         if self.nan and self.inf:
             return "NaN and inf"
         return "NaN" if self.nan else "inf"
@@ -168,12 +168,12 @@ class Trace:
         kept = [(n, t.detach()) for n, t in tensors if t.dtype in VALUE_DTYPES and not t.is_meta]
         if not kept:
             return []
-        # Of the shard only, as to gather a tensor would take all ranks and its memory.
+        # Only the local shard, because gathering would take all ranks and more memory.
         values = [local_shard(t) for _, t in kept]
         amax = tensor_stats(values)[:, StatField.AMAX].float()
         counts = count_non_finite(values).to(amax)
         positive = torch.stack([torch.isposinf(stored_values(v)).sum().to(amax) for v in values])
-        # Read when the step is over, so that the host waits once.
+        # Read at the end of the step, so that the host waits once.
         self._rows.append(torch.column_stack([amax, counts, positive]))
         seen = [Seen(name, t.dtype) for name, t in kept]
         self._seen += seen
@@ -184,7 +184,7 @@ class Trace:
         return self._clock
 
     def read(self) -> None:
-        """Bring all numbers to the host, when the step is over."""
+        """Copy all statistics to the host, at the end of the step."""
         if self._rows:
             device = self._rows[-1].device
             rows = torch.cat([row.to(device) for row in self._rows]).tolist()
@@ -198,7 +198,7 @@ class Trace:
 
 
 def _views(value: Any, views: dict[int, Tensor]) -> Any:
-    """Give a module views of the tensors that it takes; the same view for the same tensor."""
+    """Replace the input tensors of a module by views; the same view for the same tensor."""
     if isinstance(value, Tensor):
         is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
         if not (value.requires_grad and is_plain):
@@ -206,7 +206,7 @@ def _views(value: Any, views: dict[int, Tensor]) -> Any:
         if id(value) not in views:
             views[id(value)] = value.view_as(value)
         return views[id(value)]
-    # Lists and dicts stay as they are, as a module may put something into them.
+    # Lists and dicts are kept, because the module may modify them.
     if isinstance(value, tuple):
         opened = open_container(value)
         assert opened is not None

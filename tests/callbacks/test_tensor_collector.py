@@ -284,7 +284,7 @@ def test_collector_that_cannot_write_warns_and_training_goes_on(tmp_path: Path) 
     [
         ({"include": "network"}, r"list of patterns.*Pass `include=\['network'\]`"),
         ({"include": []}, "a non-empty list of patterns"),
-        ({"include": ["re:("]}, "what follows `re:` is a regular expression. missing"),
+        ({"include": ["re:("]}, "or `re:<regular expression>`. missing"),
         ({"collect": ["grads"]}, "list of 'weights', 'gradients', 'optimizer_state', 'outputs'"),
         ({"collect": "weights"}, r"Pass `collect=\['weights'\]`"),
         ({"reductions": ["mode"]}, "list of 'norm', 'rms', .*'kurtosis', 'histogram'"),
