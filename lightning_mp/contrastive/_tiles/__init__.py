@@ -1,1 +1,1 @@
-"""What multiplies tiles of the logits: plain torch everywhere, Triton on NVIDIA GPUs."""
+"""Tile backends: plain torch for every device, Triton for NVIDIA GPUs."""

@@ -1,4 +1,4 @@
-"""The words that arguments of the losses take, below all rooms that ask for them."""
+"""The accepted values of the losses' string arguments."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The tile backend that runs wherever torch runs: GEMMs by its BLAS, softmax by tile.
+"""The tile backend in plain torch: matrix products by its BLAS, softmax tile by tile.
 
 Shapes:
     b: rows. m: columns. r, c: rows and columns of one tile. D: width.
@@ -35,7 +35,7 @@ from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, state_dtype, sum_r
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TorchTiles"]
 
 DEFAULT_WORKSPACE_BYTES = {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
-"""By device type: on a CPU a tile should stay in the caches, on a GPU it should fill the chip."""
+"""By device type: a tile should fit the caches of a CPU, and fill a GPU."""
 
 _LOG2_E = math.log2(math.e)
 
@@ -44,18 +44,16 @@ _LOG2_E = math.log2(math.e)
 class TorchTiles(TileBackend):
     """Both sweeps of `TileBackend` in plain torch, deterministic, for every device and dtype.
 
-    A tile has `t` columns and `2 t` rows; `t` is the largest multiple of 64 (at least 64) for which
-    what the sweep needs at once fits half of the workspace, or 32 MiB (512 MiB on CUDA): two tiles
-    of `2 t^2` values (logits, softmax) and operands of `5 t D`, all in the accumulation dtype.
-    Bigger is not better on a CPU: past the caches, the elementwise passes cost more than the
-    products. Tall tiles were the fastest shape at D = 512, since the columns that all rows meet
-    stay in the cache.
+    A tile has `t` columns and `2 t` rows. `t` is the largest multiple of 64 (at least 64) for which
+    two tiles of `2 t^2` values (logits, softmax) and operands of `5 t D` values, all in the
+    accumulation dtype, fit half of the workspace, and at most 32 MiB (512 MiB on CUDA). Larger
+    tiles are slower on a CPU: beyond the caches, elementwise passes cost more than products. Tall
+    tiles were the fastest shape at D = 512, since their columns stay in the cache.
 
-    The rest of the workspace keeps tiles of the first sweep for the second, where a backward is to
-    come: `2^(logit - reference)` of tiles that one reference serves, the logits of others. Where
-    `b^2` values fit, the loss takes three matrix products for four, and no exponential in the
-    backward. A kept tile is the one that would have been worked out again but for the rounding of
-    its exponentials, which is fp32's.
+    If a backward can follow, the rest of the workspace stores tiles of the first sweep for the
+    second: `2^(logit - reference)` if the tile has a shared reference, otherwise logits. If `b^2`
+    values fit, the loss takes three matrix products instead of four, and no exponential in the
+    second sweep. A stored tile differs from a recomputed one by the rounding of its exponentials.
 
     Args:
         workspace_bytes: The budget in bytes. `None` takes 32 MiB, on CUDA 512 MiB.
@@ -72,7 +70,7 @@ class TorchTiles(TileBackend):
         maxima: Maxima | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
-        # What nothing has been added to yet may hold anything, NaN too.
+        # Uninitialised memory may hold NaN.
         for total, is_fresh in zip((row_lse_b, column_lse_m), logits.fresh, strict=True):
             if is_fresh:
                 total.fill_(-torch.inf)
@@ -142,22 +140,22 @@ class TorchTiles(TileBackend):
     def rounding(
         self, width: int, dtype: torch.dtype, *, of_guides: bool = False
     ) -> tuple[float, float]:
-        """Return what a logit may be off by, see `TileBackend.rounding`."""
+        """Return the largest error of a logit, see `TileBackend.rounding`."""
         return sum_rounding(width, ACCUMULATION_DTYPES[dtype]), 0.0
 
     def tile_size(self, width: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return `t`, the columns of a tile: the largest with `4 t^2 + 5 t D` values in budget."""
         values = self._tile_budget(device) // ACCUMULATION_DTYPES[dtype].itemsize
-        # The positive root of that quadratic, in whole numbers.
+        # The positive root of the quadratic, in integers.
         columns = (math.isqrt((5 * width) ** 2 + 16 * values) - 5 * width) // 8
         return max(64, columns // 64 * 64)
 
     def stored_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Return what the workspace has beside a tile, at most what all tiles take."""
+        """Return the rest of the workspace beside a tile, at most the size of all tiles."""
         room = self.budget(device) - self._tile_budget(device)
-        # A tile of 128 x 64 or more has a header and a gap of 32 values at most.
+        # A tile of at least 128 x 64 values has a header and a gap of at most 32 values.
         everything = b * m + b * m // 256 + b + m + 32
-        # `min` would branch on sizes that may be symbolic.
+        # `min` would branch on sizes, which may be symbolic.
         size: int = torch.sym_min(everything, room // ACCUMULATION_DTYPES[dtype].itemsize)
         return size
 
@@ -170,8 +168,8 @@ class TorchTiles(TileBackend):
         device: torch.device,
         stored_values: int,
     ) -> int:
-        """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
-        # As the sweep takes its places, without memory.
+        """Return how many of the `b m` logits of one process do not fit a memory of that size."""
+        # Takes the same places as the sweep, on the meta device.
         stored = StoredTiles(torch.empty(stored_values, device="meta"))
         sizes = (
             (rows.stop - rows.start) * (columns.stop - columns.start)
@@ -184,14 +182,14 @@ class TorchTiles(TileBackend):
         return _default_bytes(device) if self.workspace_bytes is None else self.workspace_bytes
 
     def _tile_budget(self, device: torch.device) -> int:
-        """Return the bytes of the workspace for one tile; the others are for tiles to be kept."""
+        """Return the bytes of the workspace for one tile; the rest is for stored tiles."""
         return min(self.budget(device) // 2, _default_bytes(device))
 
     def _places(
         self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[slice, slice]]:
         """Yield rows and columns of every tile, row by row."""
-        # Even steps: a last tile of a few rows would take as many calls as a whole one.
+        # Even steps, because a last tile of a few rows takes as many calls as a full one.
         limit = self.tile_size(width, dtype, device)
         height, breadth = _even_step(b, 2 * limit), _even_step(m, limit)
         for top in range(0, b, height):
@@ -199,26 +197,26 @@ class TorchTiles(TileBackend):
                 yield slice(top, min(top + height, b)), slice(left, min(left + breadth, m))
 
     def _tiles(self, logits: Logits) -> Iterator[Tile]:
-        """Yield every tile of the logits, row by row; each overwrites the one before."""
+        """Yield all tiles of the logits, row by row; each overwrites the one before."""
         rows_bD, columns_mD, scale, diagonal, positive_rows, ids, thresholds, stored, *_ = logits
         (b, width), m = rows_bD.shape, columns_mD.shape[0]
         have = slice(0, b) if positive_rows is None else positive_rows
         dtype = ACCUMULATION_DTYPES[rows_bD.dtype]
         places = list(self._places(b, m, width, dtype, rows_bD.device))
-        first_rows, first_columns = places[0]  # no other is larger
+        first_rows, first_columns = places[0]  # the largest tile
         buffers = rows_bD.new_empty(2, first_rows.stop * first_columns.stop, dtype=dtype)
         log2_scale = scale.to(state_dtype(rows_bD.device)) * _LOG2_E
         scale_high = log2_scale.to(dtype)
         scale_low = (log2_scale - scale_high).to(dtype)
         scaled_rD = rows_bD[:0].to(dtype)
         for rows, columns in places:
-            # Places go through all columns of some rows first: one scaled copy serves them.
+            # Places iterate over the columns of some rows first, which share one scaled copy.
             if columns.start == 0:
-                # The scale goes into the O(b D) operand, not into the b x b product; in two parts,
-                # for its rounding would move all logits alike and not cancel against the positives.
+                # The scale multiplies the O(b D) operand, not the b x b product. It has two parts,
+                # since its rounding would shift all logits alike, but not the positives.
                 rows_rD = rows_bD[rows].to(dtype)
                 scaled_rD = torch.addcmul(rows_rD * scale_high, rows_rD, scale_low)
-                del rows_rD  # before a tile of it is worked on
+                del rows_rD  # freed before the tile is computed
             shape = (rows.stop - rows.start, columns.stop - columns.start)
             logits_rc, spare_rc = buffers[:, : shape[0] * shape[1]].view(2, *shape)
             offset = None if diagonal is None else diagonal + rows.start - columns.start
@@ -239,13 +237,13 @@ class TorchTiles(TileBackend):
         d_rows_bD: Tensor | None,
         d_columns_mD: Tensor | None,
     ) -> None:
-        """Add the negatives of every tile to the gradients: what all losses share.
+        """Add the negatives of all tiles to the gradients, for any loss.
 
         Args:
-            logits: What is swept.
-            weights_of: What a loss gives the pairs of a tile, `B dL/dS`, 0 for no negatives.
-            d_rows_bD: Gets `weights @ columns`; `None` for no product.
-            d_columns_mD: Gets `weights.T @ rows`; likewise.
+            logits: The logits.
+            weights_of: Returns `B dL/dS` of a tile, 0 for omitted pairs.
+            d_rows_bD: Output: `weights @ columns` is added; `None` skips the product.
+            d_columns_mD: Output: `weights.T @ rows` is added; likewise.
         """
         for gradient, is_fresh in zip((d_rows_bD, d_columns_mD), logits.fresh, strict=True):
             if gradient is not None and is_fresh:
@@ -255,13 +253,13 @@ class TorchTiles(TileBackend):
             if d_rows_bD is not None:
                 d_rows_bD[tile.rows].addmm_(weights_rc, tile.columns_cD)
             if d_columns_mD is not None:
-                # Not the tile's scaled rows: gradients get their scale after the sweep.
+                # Not the tile's scaled rows: gradients are multiplied by the scale after the sweep.
                 rows_rD = logits.rows_bD[tile.rows].to(weights_rc.dtype)
                 d_columns_mD[tile.columns].addmm_(weights_rc.T, rows_rD)
 
 
 def _raise(maxima: Maxima, tile: Tile, peaks: Peaks) -> None:
-    """Raise the maxima of a tile's rows and columns to its peaks, which are in powers of two."""
+    """Raise the maxima of a tile's rows and columns to its peaks, given in powers of two."""
     maxima.block(tile.rows, tile.columns).raise_to(*peaks, 1 / _LOG2_E)
 
 
@@ -270,5 +268,5 @@ def _default_bytes(device: torch.device) -> int:
 
 
 def _even_step(length: int, limit: int) -> int:
-    """Return a step of at most `limit` that cuts `length` into steps of nearly the same size."""
+    """Return a step of at most `limit` that divides `length` into nearly equal steps."""
     return -(-length // -(-length // limit))

@@ -1,4 +1,4 @@
-"""The tile backend in Triton, for NVIDIA GPUs of compute capability 8.0 and up."""
+"""The tile backend in Triton, for NVIDIA GPUs of compute capability 8.0 or higher."""
 
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import TritonTiles
 

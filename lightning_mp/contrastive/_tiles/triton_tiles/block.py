@@ -1,7 +1,7 @@
-"""One block of the logits: what kernels take of it, and the products made of its weights.
+"""One block of the logits: its kernel arguments, and the gradient products of its weights.
 
 Shapes:
-    b: rows. m: columns of the shard. D: width. k: D, padded. n, c: rows and columns of one block.
+    b: rows. m: columns of the shard. D: width. k: padded width. n, c: rows and columns of a block.
 """
 
 from collections.abc import Iterator
@@ -23,18 +23,19 @@ __all__ = ["Block", "Weights", "Workspace", "add_product"]
 
 @dataclass(frozen=True)
 class Block:
-    """One block: its place, operands, what is left out, what is kept.
+    """One block: position, operands, omitted pairs, memory for its products.
 
     Args:
-        rows: Its rows of the shard.
-        columns: Its columns.
-        row_operand: The features of its rows.
-        column_operand: Those of its columns.
-        diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
-        ids: Of its rows and columns, int32; pairs of equal ones are left out.
-        thresholds: Of its products, in fp32 and with the units of operands in; guides are operands.
+        rows: Rows of the shard.
+        columns: Columns of the shard.
+        row_operand: Features of the rows.
+        column_operand: Features of the columns.
+        diagonal: The positive of row `i` is column `i + diagonal`; `None` without positives.
+        ids: Ids of rows and columns, int32; pairs with equal ids are omitted.
+        thresholds: Thresholds of the products, in fp32, multiplied by the units of the operands;
+            guides are in operand form.
         stored_nc: Memory for its products, in fp32, that lasts from one sweep to the next.
-        fresh: Whether sums of its rows, and of its columns, hold nothing yet.
+        fresh: Whether sums of the rows, and of the columns, are uninitialised.
     """
 
     rows: slice
@@ -49,11 +50,11 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Number of rows and of columns."""
         return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     def arguments(self, config: TileConfig, *, multiplies: bool = True) -> dict[str, Any]:
-        """Return what the kernels of all sweeps take, by name; operands if they are multiplied."""
+        """Return the arguments that all sweeping kernels share; operands only if it multiplies."""
         (n, c), diagonal = self.shape, self.diagonal
         if diagonal is None or not -n < diagonal < c:
             diagonal = NO_DIAGONAL
@@ -73,7 +74,7 @@ class Block:
         }  # fmt: skip
 
     def threshold_arguments(self, config: TileConfig) -> dict[str, Any]:
-        """Return what kernels take of limits and of memory that is kept, by name."""
+        """Return the kernel arguments for thresholds and stored products."""
         row_thresholds, column_thresholds, guides = self.thresholds or (None, None, None)
         row_guides = column_guides = guide_width = None
         if guides is not None:
@@ -88,7 +89,7 @@ class Block:
 
 
 def _as_operands(rows_nk: Tensor, columns_ck: Tensor, config: TileConfig) -> tuple[Any, Any]:
-    """Return operands as kernels want them: descriptors for the copy engine, or as they are."""
+    """Return tensor descriptors for Hopper's copy engine, or the operands themselves."""
     if not config.tma:
         return rows_nk, columns_ck
     tile_m, tile_n, tile_k = config.tile
@@ -100,12 +101,12 @@ def _as_operands(rows_nk: Tensor, columns_ck: Tensor, config: TileConfig) -> tup
 
 @dataclass(frozen=True)
 class Weights:
-    """What the pairs of one block weigh in the gradients, times `2^exponent`, in one or two halves.
+    """The gradients of one block's logits, times `2^exponent`, in one tensor or in two halves.
 
     Args:
-        high_nc: Rounded to 16 bits, or fp32.
-        low_nc: What rounding left over, laid out alike; `None` if it is not kept.
-        exponent: Keeps small weights among the normal numbers of fp16.
+        high_nc: Weights rounded to 16 bits, or fp32.
+        low_nc: Rounding errors of `high_nc`, in the same layout; `None` without a low half.
+        exponent: Keeps small weights in the normal range of fp16.
     """
 
     high_nc: Tensor
@@ -113,7 +114,7 @@ class Weights:
     exponent: int
 
     def arguments(self, config: TileConfig) -> dict[str, Any]:
-        """Return the memory as kernels take it to write there, by name."""
+        """Return the output buffers as keyword arguments of the kernels."""
         weights: list[Any] = [self.high_nc, self.low_nc]
         if config.tma:
             tile = list(config.tile[:2])
@@ -127,8 +128,8 @@ class Weights:
     def add_products(
         self, block: Block, d_rows_bD: Tensor | None, d_columns_mD: Tensor | None
     ) -> None:
-        """Add `weights @ columns` and `weights.T @ rows` to the gradients that are wanted."""
-        # Taken off by the product itself, which costs no pass over the gradients.
+        """Add `weights @ columns` and `weights.T @ rows` to the gradients that are not `None`."""
+        # The product applies the factor, which saves a pass over the gradients.
         factor = 2.0**-self.exponent
         for total, place, operand, is_fresh, is_turned in (
             (d_rows_bD, block.rows, block.column_operand, block.fresh.rows, False),
@@ -142,8 +143,8 @@ class Weights:
                 is_fresh = False
 
     def _products(self, operand: Operand) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what is to be multiplied."""
-        # Low times low is left out: of two bf16 halves it is 2^-16 of the whole at most.
+        """Yield pairs of tensors to multiply."""
+        # Low times low is omitted: for bf16 halves it is at most 2^-16 of the product.
         for part in operand.parts_nD:
             yield self.high_nc, part
         if self.low_nc is not None:
@@ -151,7 +152,7 @@ class Weights:
 
 
 class Workspace:
-    """Memory for the weights of one block of at most some shape, reused by all blocks."""
+    """Memory for the weights of one block of at most a given shape, reused by all blocks."""
 
     def __init__(self, shape: tuple[int, int], precision: Precision, device: torch.device) -> None:
         rows, columns = shape
@@ -161,7 +162,7 @@ class Workspace:
         )
 
     def weights(self, block: Block) -> Weights:
-        """Return views of the block's shape whose rows are aligned."""
+        """Return views of the block's shape with aligned rows."""
         rows, columns = block.shape
         size = rows * padded(columns)
         high, *low = (half[:size].view(rows, -1)[:, :columns] for half in self._halves)
@@ -171,19 +172,19 @@ class Workspace:
 def add_product(
     total_mn: Tensor, left_mk: Tensor, right_kn: Tensor, factor: float = 1.0, adds: bool = True
 ) -> None:
-    """Add `factor * left @ right` to a total in fp32, in place; put it there if `adds` is False.
+    """Add `factor * left @ right` to an fp32 total in place, or overwrite it if `adds` is False.
 
-    On CUDA 16-bit operands go to cuBLAS as they are. Elsewhere they are widened, which gives the
-    same products: those of two 16-bit values are exact in fp32.
+    On CUDA, cuBLAS takes 16-bit operands. On other devices they are widened, with the same result:
+    products of two 16-bit values are exact in fp32.
     """
     if left_mk.dtype != total_mn.dtype and not left_mk.is_cuda:
         left_mk, right_kn = left_mk.to(total_mn.dtype), right_kn.to(total_mn.dtype)
-    # With a factor of 0 for what is there, even NaN, cuBLAS does not read it.
+    # With beta = 0, cuBLAS does not read the total, which may hold NaN.
     beta = 1.0 if adds else 0.0
     if left_mk.dtype == total_mn.dtype:
         total_mn.addmm_(left_mk, right_kn, beta=beta, alpha=factor)
     else:
-        # `addmm_` takes one dtype: the sum would be of 16 bits as well.
+        # `addmm_` has one dtype for all tensors, so the sum would be in 16 bits.
         torch.addmm(
             total_mn, left_mk, right_kn, beta=beta, alpha=factor, out_dtype=total_mn.dtype,
             out=total_mn,

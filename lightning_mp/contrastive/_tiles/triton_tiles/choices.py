@@ -1,4 +1,4 @@
-"""What autotuning has chosen, kept for later processes in the user's cache directory."""
+"""Choices of autotuning, stored in the user's cache directory for later processes."""
 
 import contextlib
 import hashlib
@@ -27,21 +27,21 @@ def chosen_once(
     device: torch.device,
     choose: Callable[[], TileConfig],
 ) -> TileConfig:
-    """Return the choice of an earlier process for this GPU, or `choose` and keep that.
+    """Return the choice of an earlier process for this GPU, or call `choose` and store its result.
 
-    Of several processes that choose at a time all take what the first has written. A folder that
-    cannot be read or written changes nothing but the time.
+    If several processes choose at the same time, all use the first stored result. If the folder
+    cannot be read or written, every process chooses for itself.
 
     Args:
-        configs: To choose among.
-        what: Kernel, dtype and width that it is for.
-        device: The GPU; of other devices nothing is kept.
-        choose: Times `configs`.
+        configs: Rows to choose from.
+        what: Kernel, dtype and width of the choice.
+        device: The GPU; choices for other devices are not stored.
+        choose: Times `configs` and returns the fastest.
     """
     if device.type != "cuda":
         return choose()
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    # Rows of the table and versions of Triton come and go: each has choices of its own.
+    # Choices are valid for these rows of the table and this version of Triton only.
     key = [name, *capability, version("triton"), what, [repr(config) for config in configs]]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     path = choice_folder() / f"{digest}.json"
@@ -64,14 +64,14 @@ def _read(path: Path, configs: Sequence[TileConfig]) -> TileConfig | None:
 
 
 def _create(path: Path, text: str, configs: Sequence[TileConfig]) -> None:
-    """Write a whole file where none is, or one that is damaged; another one stays."""
+    """Write a file atomically, unless a readable one exists."""
     part = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             part.write_text(text, encoding="utf-8")
             with contextlib.suppress(FileExistsError):
-                os.link(part, path)  # unlike `replace`, fails where somebody was first
+                os.link(part, path)  # unlike `replace`, fails if the file exists
             if _read(path, configs) is None:
                 part.replace(path)
         finally:

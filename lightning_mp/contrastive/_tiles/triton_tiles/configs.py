@@ -30,7 +30,7 @@ __all__ = [
 
 Kernel = Literal["lse", "softmax", "softmax_wide"]
 
-_FIRST_ARCH = 80  # bf16 on tensor cores and asynchronous copies
+_FIRST_ARCH = 80  # the first with bf16 tensor cores and asynchronous copies
 _ARCHS = {(9, 0): 90, (10, 0): 100, (10, 3): 100, (12, 0): 120, (12, 1): 120}
 _ROUNDS = 3
 _RUNS = 20  # queued back to back
@@ -154,7 +154,7 @@ def arch_of(device: torch.device) -> int:
 
 
 def table_arch(capability: tuple[int, int]) -> int:
-    """Return the architecture whose rows serve a compute capability."""
+    """Return the architecture whose rows a compute capability uses."""
     return _ARCHS.get(capability, _FIRST_ARCH)
 
 
@@ -204,7 +204,7 @@ def _time_on_host(run: Callable[[TileConfig], object], config: TileConfig) -> fl
 
 
 def _time_on_device(run: Callable[[TileConfig], object], config: TileConfig) -> float:
-    # The device sleeps until the host has queued all runs, so that it never waits for a launch.
+    # The device sleeps until the host has queued all runs, so it never waits for a launch.
     launch_seconds = _time_on_host(run, config)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(int(_RUNS * launch_seconds * _CYCLES_A_SECOND))

@@ -1,4 +1,4 @@
-"""Logits as the kernels take them: blocks whose by-products fit the workspace, and their shapes.
+"""Division of the logits into blocks whose intermediate results fit the workspace.
 
 Shapes:
     b: rows. m: columns. D: width. n, c: rows and columns of one block.
@@ -20,21 +20,21 @@ from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, Pro
 
 __all__ = ["KernelLogits", "block_shape", "whole_waves"]
 
-_ROW_MULTIPLE = 128  # as rows are kept, and as cuBLAS cuts its results
-_COLUMN_MULTIPLE = 64  # rows of weights are padded to it
-_LARGEST = 2**30  # kernels count rows and columns in 32 bits, sums of two included
-_TUNED_ROWS = 8192  # as many as fill any device several times over
+_ROW_MULTIPLE = 128  # granularity of stored rows and of cuBLAS tiles
+_COLUMN_MULTIPLE = 64  # padding of rows of weights
+_LARGEST = 2**30  # kernels use 32-bit indices and sums of two of them
+_TUNED_ROWS = 8192  # fills any device several times
 _LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class KernelLogits:
-    """Logits with what the kernels have to know of all their blocks.
+    """Logits with the values that all their blocks share.
 
     Args:
-        logits: The logits, with ids of 32 bits.
-        products: How features are multiplied.
-        guides: How guides are: as they stand, or fp32 ones in halves. `None` without.
+        logits: The logits, with 32-bit ids.
+        products: Products of the features.
+        guides: Products of the guides; `None` without guides.
         stored_rm: Where the products of the first rows are kept, in fp32; may be empty.
     """
 
@@ -45,9 +45,9 @@ class KernelLogits:
 
     @classmethod
     def of(cls, logits: Logits, tile_dtype: TileDtype) -> "KernelLogits":
-        """Return them for what `tile_dtype` says; once a sweep, which takes a place to keep."""
+        """Return the kernel logits of one sweep, which take their memory for stored products."""
         rows_bD, columns_mD = logits[:2]
-        # Guides judge whatever features are rounded to: `tile_dtype` is not for them.
+        # `tile_dtype` rounds features only, not guides.
         ids, guides = logits.ids, None
         if logits.thresholds is not None and logits.thresholds.guides is not None:
             guides = Products.of(*logits.thresholds.guides, "auto")
@@ -61,12 +61,12 @@ class KernelLogits:
 
     @property
     def precision(self) -> Precision:
-        """What of features is multiplied."""
+        """Precision of the products of features."""
         return self.products.precision
 
     @property
     def edge_bytes(self) -> int:
-        """The most bytes that the operands of a row or a column take."""
+        """The largest number of bytes of the operands of a row or a column."""
         features = max(self.precision.operand_bytes(x) for x in self.logits[:2])
         thresholds = self.logits.thresholds
         if self.guides is None or thresholds is None or thresholds.guides is None:
@@ -78,16 +78,16 @@ class KernelLogits:
         exact = self.logits.scale.double().reshape(()) * _LOG2_E
         if self.products.unit is not None:
             exact = exact / self.products.unit
-        # fp32 alone would move all logits alike, which does not cancel against the positives.
+        # One fp32 value would shift all logits alike, but not the positives.
         high = exact.float()
         return torch.stack([high, (exact - high.double()).float()])
 
     def blocks(self, shape: tuple[int, int]) -> Iterator[Block]:
-        """Yield the blocks of a shard, each of at most `shape`, always in the same order.
+        """Yield the blocks of a shard, each of at most `shape`, in a fixed order.
 
-        Columns are prepared once, rows once for each block of columns: a copy of `n D` values for
-        `n c D` products. Rows that have their positives here and others are not put into one
-        block, so that kernels know of one diagonal only; nor those that are kept and others.
+        Columns are prepared once, rows once per block of columns: a copy of `n D` values for
+        `n c D` products. A block does not mix rows with and without positives, so that kernels have
+        one diagonal, nor rows with and without stored products.
         """
         rows_bD, columns_mD, _, diagonal, positive_rows, ids, thresholds, _, fresh, _ = self.logits
         most_stored = len(self.stored_rm)
@@ -108,12 +108,12 @@ class KernelLogits:
                     if thresholds is None
                     else self._thresholds(thresholds.block(rows, columns)),
                     self.stored_rm[rows, columns] if rows.start < most_stored else None,
-                    # Rows are first met at the first columns, and columns at the first rows.
+                    # Each row is first visited with the first columns, and vice versa.
                     RowsColumns(fresh.rows and left == 0, fresh.columns and rows.start == 0),
                 )  # fmt: skip
 
     def trial_block(self, rows: int = _TUNED_ROWS, columns: int = _TUNED_ROWS) -> Block:
-        """Return a block to try tile shapes on, of which nothing is left out or kept."""
+        """Return a block for timing tile shapes, without omitted pairs and stored products."""
         rows_bD, columns_mD, scale, *_ = self.logits
         rows, columns = min(rows, _TUNED_ROWS), min(columns, _TUNED_ROWS)
         some = Logits(rows_bD[:rows], columns_mD[:columns], scale, None)
@@ -122,14 +122,14 @@ class KernelLogits:
         )
 
     def _thresholds(self, thresholds: Thresholds) -> Thresholds:
-        """Return limits and guides of a block as `Block` has them."""
+        """Return thresholds and guides in the form of `Block`."""
         row_n, column_c = thresholds[:2]
         products = self.products
         guides = None
         if self.guides is not None and thresholds.guides is not None:
             products, (left, right) = self.guides, thresholds.guides
             left, right = products.rows(left).tiles_nk, products.columns(right).tiles_nk
-            guides = left.contiguous(), right.contiguous()  # kernels take their width for a stride
+            guides = left.contiguous(), right.contiguous()  # kernels use the width as the stride
         # Kernels compare limits with products, which are times the units of both operands.
         if products.unit is not None:
             row_n, column_c = row_n * products.unit, column_c * products.unit
@@ -137,10 +137,10 @@ class KernelLogits:
 
 
 def _short(ids: Ids) -> Ids:
-    """Return numbers of 32 bits that are equal where ids are; tiles hold many in registers."""
-    # `unique` would wait for the device, to know how many there are.
+    """Return 32-bit numbers that are equal where ids are, to save registers."""
+    # `unique` would wait for the device to know the size of its result.
     known = ids.rows_b.sort().values
-    # The first place among the rows'; the columns' that are not among them all get the same.
+    # The index of an id among the rows; ids that are not among them become -1.
     columns_m = torch.searchsorted(known, ids.columns_m, out_int32=True)
     is_known = known[columns_m.clamp(max=len(known) - 1)] == ids.columns_m
     rows_b = torch.searchsorted(known, ids.rows_b, out_int32=True)
@@ -152,7 +152,7 @@ def _row_steps(
 ) -> Iterator[tuple[slice, bool]]:
     """Yield slices of at most `step` rows, and whether they have their positives here.
 
-    Those before `stored` and those after are not put into one slice.
+    No slice contains rows from both sides of `stored`.
     """
     own = slice(0, b) if positive_rows is None else positive_rows
     if diagonal is None:
@@ -163,21 +163,21 @@ def _row_steps(
 
 
 def block_shape(b: int, m: int, values: int, edge: int = 0) -> tuple[int, int]:
-    """Return rows and columns of a block of at most `values`, as near to a square as it may be.
+    """Return rows and columns of a block of at most `values`, as square as possible.
 
     Every block adds its part of the gradients to totals in memory. For `n` rows and `c` columns
-    that costs about `1/n + 1/c` of the products, least for a square. Blocks of columns are of even
-    size; no block is smaller than 128 x 64. A row or column takes as much as `edge` values beside:
-    `n c + edge (n + c)` is what has to fit.
+    this costs about `1/n + 1/c` of the products, a minimum for a square. Blocks of columns have
+    equal sizes; no block is smaller than 128 x 64. A row or column takes `edge` values in addition,
+    so that `n c + edge (n + c)` values have to fit.
     """
     square = math.isqrt(edge**2 + values) - edge
-    # Where all rows fit beside a wide block of columns, that beats the square.
+    # If all rows fit with a wide block of columns, that is better than a square.
     most = max(square, (values - edge * b) // (b + edge), _COLUMN_MULTIPLE)
     most = min(most, _LARGEST)
     columns = m
     if most < m:
         limit = most // _COLUMN_MULTIPLE * _COLUMN_MULTIPLE
-        # Even blocks, of whole multiples; the limit is one, so rounding up stays within it.
+        # Equal blocks in whole multiples. `limit` is a multiple, so rounding up stays within it.
         even = -(-m // -(-m // limit))
         columns = -(-even // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
     rows = max((values - edge * columns) // (columns + edge), _ROW_MULTIPLE)
@@ -185,10 +185,10 @@ def block_shape(b: int, m: int, values: int, edge: int = 0) -> tuple[int, int]:
 
 
 def whole_waves(rows: int, width: int, multiprocessors: int) -> int:
-    """Return at most `rows` rows for which the product into (rows, width) fills the device evenly.
+    """Return at most `rows` rows for which the product of shape (rows, width) fills whole waves.
 
-    cuBLAS cuts the result into tiles of 128 x 256, one a multiprocessor: with 132 of them, 133
-    tiles take as long as 264. Looks for the fullest last wave down to half of `rows`.
+    cuBLAS computes tiles of 128 x 256, one per multiprocessor: with 132 multiprocessors, 133 tiles
+    take as long as 264. The search for the fullest last wave goes down to half of `rows`.
     """
     in_a_row = -(-width // 256)
 

@@ -3,19 +3,18 @@
 Shapes:
     M, N: rows and columns of one tile. n, m: rows and columns of the block that a launch covers.
 
-A logit in powers of two is `x_ij = log2_scale * dot_ij`. One exponential an element serves rows and
-columns alike because both refer to the same scalar `t`:
+A logit in powers of two is `x_ij = log2_scale * dot_ij`. One exponential per element serves rows
+and columns, because both refer to the same scalar `t`:
 
     row_sums[tile column, i] = sum_{j in tile} 2^(x_ij - t),    the same over i for column_sums.
 
-That is exact to rounding while the sum lies in [2^-90, 2^119]: terms that are lost below 2^-126 are
-2^-36 of it, and nothing overflows. A program that finds a sum outside (or a NaN) does its tile once
-more, with a reference for each row and each column, and stores finished logarithms in the place of
-sums. It multiplies again, so that the first pass keeps nothing in registers for a second that is
-rare. A second kernel adds the tiles, in float64 and in a fixed order.
+This is exact to rounding if the sum is in [2^-90, 2^119]: terms that underflow below 2^-126 are at
+most 2^-36 of it, and nothing overflows. A program with a sum outside of this range (or a NaN)
+recomputes its tile with a reference for each row and column, and stores logarithms instead of sums.
+It multiplies again, so that the first pass holds no registers for this rare case. A second kernel
+adds the tiles in float64 and in a fixed order.
 
-The largest logits, where they are wanted, are those of the same powers: a sum in range has a term
-of 2^-98 at least.
+The maxima of the powers give the largest logits: a sum in range has a term of at least 2^-98.
 """
 
 import torch
@@ -50,7 +49,7 @@ HIGHEST_SUM_EXPONENT = 119
 _HIGHEST_SUM = tl.constexpr(2.0**HIGHEST_SUM_EXPONENT)
 _LOWEST_SUM = tl.constexpr(2.0**-90)
 _LN_2 = tl.constexpr(0.6931471805599453)
-_MERGE_BLOCK = 32  # divides every tile, so that a program's rows are all redone or none is
+_MERGE_BLOCK = 32  # divides every tile, so the rows of a program belong to one tile
 _MERGE_PARTS = 32
 
 
@@ -68,12 +67,12 @@ def _log2_sum_exp2(logits, axis: tl.constexpr):
 
 @triton.jit
 def _is_outside(sums):
-    """Return which sums one reference does not serve; comparisons with NaN are false."""
+    """Return which sums are out of range for one reference; includes NaN."""
     return ~((sums >= _LOWEST_SUM) & (sums <= _HIGHEST_SUM))
 
 
-# Sizes change with the last batch of an epoch: a kernel for multiples of 16 would be one more to
-# compile then, in the middle of the training.
+# Not specialised for multiples of 16, because the last batch of an epoch would compile another
+# kernel in the middle of training.
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
 def lse_kernel(
     rows,
@@ -112,7 +111,7 @@ def lse_kernel(
     Args:
         reference: `t`, one fp32 value.
         row_sums: (tiles in a row, n) in fp32. column_sums: (tiles in a column, m) in fp32.
-        is_redone: 0 or 1 for each tile, row by row of tiles: 1 has `log2(sum(2^x))` for sums.
+        is_redone: 0 or 1 for each tile, row by row of tiles: 1 if sums are `log2(sum(2^x))`.
         row_maxima: The largest powers, laid out as `row_sums`, or `None`; column_maxima: as
             `column_sums`. With them there are no limits.
         stored: (n, m) in fp32 with rows `stored_stride` apart, gets the products; or `None`.
@@ -140,12 +139,12 @@ def lse_kernel(
             similarities, row_thresholds, column_thresholds, tile, row, column
         )
     elif row_thresholds is not None:
-        # Thresholds as powers: products held until here would be a second tile in registers.
+        # Compared as powers, because products would be a second tile in registers.
         row_threshold = load_some(row_thresholds, row, num_rows) * high
         column_threshold = load_some(column_thresholds, column, num_columns) * high
         row_threshold = tl.exp2(row_threshold - tl.load(reference))
         column_threshold = tl.exp2(column_threshold - tl.load(reference))
-        # Powers of a negative scale have the other order. NaN is in none, and stays.
+        # A negative scale reverses the order. NaN exceeds no threshold and remains.
         row_threshold, column_threshold = row_threshold[:, None], column_threshold[None, :]
         by_row = tl.where(high < 0, powers < row_threshold, powers > row_threshold)
         by_column = tl.where(high < 0, powers < column_threshold, powers > column_threshold)
@@ -158,7 +157,7 @@ def lse_kernel(
     if row_maxima is not None:
         store_of_rows(row_maxima, tl.max(powers, 1), tile, row)
         store_of_columns(column_maxima, tl.max(powers, 0), tile, column)
-    # Past the edges sums are 0, which is no failure.
+    # Past the edges sums are 0, which is not a failure.
     row_fails = _is_outside(row_sum) & (row < num_rows)
     column_fails = _is_outside(column_sum) & (column < num_columns)
     fails = tl.maximum(tl.max(row_fails.to(tl.int32), 0), tl.max(column_fails.to(tl.int32), 0))
@@ -190,7 +189,7 @@ def lse_kernel(
             )
             row_logits = tl.where(by_row, float("-inf"), logits)
             column_logits = tl.where(by_column, float("-inf"), logits)
-        # One side after the other: to store them together takes up to eight registers more.
+        # Rows before columns: storing both together takes up to eight more registers.
         lse, peak = _log2_sum_exp2(row_logits, 1)
         store_of_rows(row_sums, lse, tile, row)
         if row_maxima is not None:
@@ -225,14 +224,14 @@ def merge_kernel(
     """Add the tiles' sums to the log-sum-exps of rows and columns.
 
     Args:
-        row_sums: As `lse_kernel` has left them, and so are column_sums, is_redone and reference.
+        row_sums: Output of `lse_kernel`, like column_sums, is_redone and reference.
         row_lse: (n,) natural logarithms in float64, added to in place. column_lse: (m,), likewise.
-        row_part_maxima: As `lse_kernel` left them, or `None`; column_part_maxima: likewise.
+        row_part_maxima: Output of `lse_kernel`, or `None`; column_part_maxima: likewise.
         row_maxima: (n,) in float64, raised to the largest logits. column_maxima: (m,), likewise.
         num_rows: n. num_columns: m.
-        row_fresh: Whether `row_lse` holds nothing yet. column_fresh: Whether `column_lse` does.
+        row_fresh: Whether `row_lse` is uninitialised. column_fresh: Whether `column_lse` is.
         TILE_M: Rows of a tile. TILE_N: Columns. BLOCK: Rows or columns of a program.
-        PARTS: Tiles that are added up at a time.
+        PARTS: Tiles that are added at a time.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_programs, program = tl.cdiv(num_rows, BLOCK), tl.program_id(0)
@@ -257,10 +256,10 @@ def _merge(
     sums, flags, reference, lse, part_maxima, maxima, start, length, parts, part_step, fresh,
     BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add up `lse <- ln(e^lse + 2^t sum_p sums_p + ...)` for `BLOCK` rows or columns from `start`.
+    """Compute `lse <- ln(e^lse + 2^t sum_p sums_p + ...)` for `BLOCK` rows or columns from `start`.
 
-    Tiles that were redone come in as `2^value`: `sums` is (parts, length), and the flag of part `p`
-    stands at `p * part_step`.
+    Recomputed tiles enter as `2^value`. `sums` is (parts, length), and the flag of part `p` is at
+    `p * part_step`.
     """
     index = start + tl.arange(0, BLOCK)
     here = index < length
@@ -274,7 +273,7 @@ def _merge(
         mask = (part < parts)[:, None] & here[None, :]
         at = part.to(tl.int64)[:, None] * length + index[None, :]
         value = tl.load(sums + at, mask=mask, other=0.0).to(tl.float64)
-        # Of a redone tile these are logarithms.
+        # Recomputed tiles have logarithms.
         total += tl.sum(tl.where(redone[:, None], 0.0, value), 0)
         if tl.max(redone.to(tl.int32), 0) != 0:
             power = tl.where(redone[:, None] & mask, value, float("-inf"))
@@ -287,7 +286,7 @@ def _merge(
             power = tl.where(redone[:, None], power, tl.log2(power) + tl.load(reference))
             largest = tl.maximum(largest, tl.max(tl.where(mask, power, float("-inf")), 0))
     base = finite_or_zero(peak)
-    # What is fresh is not read: its memory may hold NaN.
+    # Uninitialised values are not read, as they may be NaN.
     old = tl.load(lse + index, mask=here & (fresh == 0), other=float("-inf"))
     new = tl.log2(total) + tl.load(reference).to(tl.float64)
     both = _log2_add_exp2(new, base + tl.log2(rest))
@@ -307,7 +306,7 @@ def _log2_add_exp2(left, right):
 
 def lse_bytes_per_value(config: TileConfig, *, with_maxima: bool = False) -> float:
     """Return the bytes of workspace that `add_lse` needs for each logit of its block."""
-    # A sum for each row of a tile and for each column, as many maxima, and a flag.
+    # A sum per row and per column of a tile, as many maxima, and a flag.
     rows, columns, _ = config.tile
     return (1 + with_maxima) * (4 / rows + 4 / columns) + 4 / (rows * columns)
 
@@ -321,16 +320,16 @@ def add_lse(
     config: TileConfig,
     maxima: Maxima | None = None,
 ) -> None:
-    """Add one block to natural log-sum-exps of its negatives, in place, and keep its products.
+    """Add one block to natural log-sum-exps of its negatives, in place, and store its products.
 
-    Tiles with sums outside `reference - 90` to `reference + 119` are done twice. `maxima`, of the
-    block's rows and columns, are raised if they are given, which they are not with limits.
+    Tiles with sums outside of `reference - 90` to `reference + 119` are computed twice. `maxima` of
+    the block's rows and columns are raised if given; not supported with thresholds.
 
     Raises:
-        ValueError: Log-sum-exps have another layout.
+        ValueError: The log-sum-exps have an unsupported layout.
     """
     n, m = block.shape
-    # Kernels go by these vectors without strides: others would be misread silently.
+    # Kernels assume contiguous float64 vectors, and would silently misread others.
     for name, lse, length in (("row_lse_n", row_lse_n, n), ("column_lse_m", column_lse_m, m)):
         if lse.dtype != torch.float64 or lse.shape != (length,) or not lse.is_contiguous():
             raise ValueError(

@@ -1,15 +1,13 @@
-"""What a loss does with its pairs: their logits and a reference before the sweep, terms after it.
-
-And, after the second sweep, their part in the gradients.
+"""Positives of a loss: logits before the sweeps, terms between them, gradients after them.
 
 Shapes:
-    b: rows, the images of one rank. n: its texts, of which the first b belong to them. D: width.
+    b: rows, the images of one rank. n: its texts; text i belongs to image i for i < b. D: width.
     R: parts of a sum.
-    ROWS, COLUMNS: rows and the slice of the width that a program holds at a time.
+    ROWS, COLUMNS: rows and slice of the width that a program holds at a time.
 
-As torch's own operations this is some sixty launches of a few microseconds of the host each, which
-at 256 pairs a rank is more than the products of all sweeps take. Log-sum-exps, the pairs' logits
-and their terms are in float64, as in `_sums/softmax.py`, whose formulas these are.
+With torch's operations this takes about sixty launches of a few microseconds of host time each,
+which at 256 pairs per rank exceeds the products of all sweeps. Log-sum-exps, logits of positives
+and terms are in float64; the formulas are those of `_sums/softmax.py`.
 """
 
 import torch
@@ -39,15 +37,15 @@ __all__ = [
 ]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# A row or column of a tile has at most 2^8 terms.
+# A sum of a tile has at most 2^8 terms.
 _SAFE_EXPONENT = tl.constexpr(HIGHEST_SUM_EXPONENT - 8.0)
-# Up to this bound no sum can overflow while logits of 0 lie inside the range.
+# Up to this bound, no sum overflows and logits of 0 stay in range.
 _FULL_RANGE_EXPONENT = tl.constexpr(160.0)
-# Puts the largest logit of the sample 18 powers of two below the end of the range.
+# The largest logit of the sample is 18 powers of two below the end of the range.
 _SAMPLE_MARGIN = tl.constexpr(HIGHEST_SUM_EXPONENT - 18.0)
-_ROWS, _COLUMNS = 16, 128  # `tl.dot` takes 16 rows at least
+_ROWS, _COLUMNS = 16, 128  # `tl.dot` requires at least 16 rows
 _TERMS, _PARTS = 128, 32
-_FINISH_ROWS, _FINISH_COLUMNS = 4, 256  # a warp a row, 8 values a thread
+_FINISH_ROWS, _FINISH_COLUMNS = 4, 256  # one warp per row, 8 values per thread
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_columns"])
@@ -67,23 +65,23 @@ def prepare_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Store the pairs' logits and, in the program that comes last, what the sweep refers to.
+    """Store the logits of the positives and, in the last program, the reference of the sweep.
 
-    The reference may be any number; a good one keeps tiles from being done twice. No logit is above
-    `|scale| max|row| max|column|`, so a reference 111 powers of two below that bound never
-    overflows. Where the bound is so large that ordinary logits would fall below the range
-    (unnormalised features), the largest logit of a sample takes its place: a program multiplies its
-    rows by all of its columns. The columns of other ranks are taken to be like those of this one.
+    Any reference is valid; a good one avoids computing tiles twice. Logits are at most
+    `|scale| max|row| max|column|`, so a reference 111 powers of two below this bound never
+    overflows. If the bound is so large that ordinary logits would be below the range (unnormalised
+    features), the reference comes from the largest logit of a sample instead: each program
+    multiplies its rows by its columns. Columns of other ranks are assumed to be similar.
 
     Args:
-        rows: (b, D), of rows `row_stride` values apart. columns: (n, D), n >= b, likewise.
+        rows: (b, D), with row stride `row_stride`. columns: (n, D), n >= b, likewise.
         scale: One value.
-        pos: (b,) in float64.
-        log2_scale: Gets scale times log2(e) as the sum of two fp32 values.
-        reference: Gets one fp32 value.
-        peaks: The largest squared norms of rows and columns, and logit of the sample.
+        pos: Output: (b,) in float64.
+        log2_scale: Output: scale times log2(e) as the sum of two fp32 values.
+        reference: Output: one fp32 value.
+        peaks: The largest squared norms of rows and of columns, and the largest sampled logit.
         num_pairs: b. num_columns: n. width: D.
-        ROWS: Rows of a program. COLUMNS: The slice of the width that it holds at a time.
+        ROWS: Rows of a program. COLUMNS: Slice of the width that it holds at a time.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, COLUMNS)
@@ -98,7 +96,7 @@ def prepare_kernel(
         is_there = (first + inner < width)[None, :]
         x = tl.load(row_at + first, is_pair & is_there, 0.0)
         y = tl.load(column_at + first, is_column & is_there, 0.0)
-        # The sample may be off by what tf32 rounds; pairs' logits are the loss, and exact.
+        # tf32 is accurate enough for the sample. The positives' logits need float64.
         dots = tl.dot(x, y.T, dots, input_precision="tf32")
         products += x.to(tl.float64) * y.to(tl.float64)
         row_squares += x.to(tl.float32) * x.to(tl.float32)
@@ -115,17 +113,17 @@ def prepare_kernel(
         value = bound - _SAFE_EXPONENT
         if bound > _FULL_RANGE_EXPONENT:
             value = tl.minimum(value, peak_of(peaks + 2) - _SAMPLE_MARGIN)
-        # NaN fails this too.
+        # False for NaN.
         tl.store(reference, tl.where(tl.abs(value) < float("inf"), value, 0.0))
         store_log2_scale(log2_scale, scale)
 
 
 def prepare(rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
-    """Return what a loss works out once, by one launch, see `TileBackend.prepare`."""
+    """Return the values that a loss computes once, by one launch; see `TileBackend.prepare`."""
     rows_bD, columns_nD = _in_rows(rows_bD), _in_rows(columns_nD)
     (b, width), n = rows_bD.shape, len(columns_nD)
     pos_b = rows_bD.new_empty(b, dtype=torch.float64)
-    numbers = rows_bD.new_empty(8, dtype=torch.float32)  # each at a multiple of 16 bytes
+    numbers = rows_bD.new_empty(8, dtype=torch.float32)  # both parts are aligned to 16 bytes
     log2_scale, reference = numbers[:2], numbers[4:5]
     with launching_on(rows_bD.device):
         prepare_kernel[(triton.cdiv(max(b, n), _ROWS),)](
@@ -146,16 +144,16 @@ def _log_add_exp(left, right):
 
 @triton.jit
 def _softplus(x):
-    """Return `log(1 + e^x)` in float64, with all digits where it is small."""
+    """Return `log(1 + e^x)` in float64, accurate also for small values."""
     u = tl.exp(-tl.abs(x))
     rounded = 1.0 + u
-    # What rounding took from `1 + u`, the logarithm's slope gives back.
+    # Corrects the rounding of `1 + u` by the slope of the logarithm.
     return tl.maximum(x, 0.0) + (tl.log(rounded) - ((rounded - 1.0) - u) / rounded)
 
 
 @triton.jit
 def _log_sum_exp(values, index, here, length, parts, PARTS: tl.constexpr):
-    """Return the log-sum-exps of `values`, (parts, length) in float64, by parts at some indices."""
+    """Return log-sum-exps over the parts of `values`, (parts, length) in float64, at indices."""
     peak = tl.full(index.shape, float("-inf"), tl.float64)
     base = tl.zeros(index.shape, tl.float64)
     total = tl.zeros(index.shape, tl.float64)  # in units of e^base
@@ -166,7 +164,7 @@ def _log_sum_exp(values, index, here, length, parts, PARTS: tl.constexpr):
         old = base
         peak = tl.maximum(peak, tl.max(value, 0))
         base = finite_or_zero(peak)
-        # Before the first term `old` is 0: far above a base of -1000, and 0 times infinity is NaN.
+        # Before the first term `old` is 0; with a base of -1000 the factor is inf, and 0 * inf NaN.
         total = tl.where(total == 0.0, 0.0, total * tl.exp(old - base))
         total += tl.sum(tl.exp(value - base[None, :]), 0)
     return base + tl.log(total)
@@ -190,17 +188,17 @@ def terms_kernel(
     TERMS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Store the log-sum-exps with the positives, the positives' weights, and parts of the loss.
+    """Store log-sum-exps with the positives, weights of the positives, and parts of the loss.
 
     Args:
-        row_neg: (b,) in float64, as all. column_neg: (parts, n). pos: (b,).
-        row_lse: (b,). column_lse: (n,); infinite for what has no term.
-        weight: (b,): `-2B` times the positives' cotangents.
-        sums: (programs,): what the pairs of a program add to the loss.
+        row_neg: (b,); all tensors are float64. column_neg: (parts, n). pos: (b,).
+        row_lse: (b,). column_lse: (n,); infinite without a term in the loss.
+        weight: (b,): `-2B` times the gradients of the positives' logits.
+        sums: (programs,): parts of the loss.
         terms: Cross entropies that the loss is the mean of.
-        BY_ROW: The cross entropies of rows count. BY_COLUMN: Those of columns do.
+        BY_ROW: Whether the loss has cross entropies of rows. BY_COLUMN: Of columns.
         num_pairs: b. num_columns: n.
-        TERMS: Pairs of a program. PARTS: Parts that are added up at a time.
+        TERMS: Pairs of a program. PARTS: Parts that are added at a time.
     """
     index = tl.program_id(0) * TERMS + tl.arange(0, TERMS)
     is_pair, is_column = index < num_pairs, index < num_columns
@@ -215,7 +213,7 @@ def terms_kernel(
         negative = tl.load(row_neg + index, is_pair, 0.0)
         margin = negative - positive + lost
         losses += _softplus(margin)
-        # Where the exponential is infinite, 1 / inf is the 0 that is meant.
+        # An infinite exponential correctly gives 0.
         weights += 1.0 / (1.0 + tl.exp(-margin))
         rows = _log_add_exp(negative, positive)
     if BY_COLUMN:
@@ -238,14 +236,10 @@ def pair_terms(
     terms: int,
     loss: Tensor,
 ) -> PairTerms:
-    """Return what the pairs make of their negatives, see `TileBackend.pair_terms`.
-
-    It takes one launch and a sum.
-    """
+    """Combine positives and negatives by one launch and a sum; see `TileBackend.pair_terms`."""
     b, (parts, n) = len(row_neg_b), column_neg_Rn.shape
     row_lse_b, weight_b = torch.empty_like(row_neg_b), torch.empty_like(row_neg_b)
     column_lse_n = column_neg_Rn.new_empty(n)
-    # There are no fewer texts than images: what covers them covers all pairs.
     programs = triton.cdiv(n, _TERMS)
     sums = column_lse_n.new_empty(programs)
     with launching_on(pos_b.device):
@@ -254,7 +248,7 @@ def pair_terms(
             n, parts, BY_ROW=has_terms.rows, BY_COLUMN=has_terms.columns, TERMS=_TERMS,
             PARTS=min(triton.next_power_of_2(parts), _PARTS), num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
-    # Not by atomics: the order of a sum of float64 would show in its last digits.
+    # Not by atomics, whose order would change the last digits.
     torch.sum(sums, 0, out=loss)
     return PairTerms(row_lse_b, column_lse_n, weight_b)
 
@@ -278,19 +272,19 @@ def finish_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add the positives to the gradients, scale them; and parts of the scale's.
+    """Add the positives to the gradients, scale the gradients, and store parts of the scale's.
 
-    In one read of features and gradients: as torch's own operations it is four.
+    Reads features and gradients once; torch's operations would read them four times.
 
     Args:
-        rows: (b, D), of rows `row_stride` values apart. columns: (n, D), n >= b, likewise.
-        d_rows: (b, D) in fp32: `P columns`. d_columns: (n, D): `P.T rows`. Both contiguous, one of
+        rows: (b, D), with row stride `row_stride`. columns: (n, D), n >= b, likewise.
+        d_rows: (b, D) in fp32: `P columns`. d_columns: (n, D): `P.T rows`. Both contiguous; one of
             them may be `None`.
-        weight: (b,) in float64: what the positives weigh.
+        weight: (b,) in float64: weights of the positives.
         scale: One value.
         d_scale_parts: (programs,) in float64.
-        terms: What the loss is the mean of.
-        ranks: W, which a mean over ranks divides by.
+        terms: Number of cross entropies; the loss is their mean.
+        ranks: W, the divisor of a mean over ranks.
         num_pairs: b. num_columns: n. width: D.
         ROWS: Rows of a program. COLUMNS: The slice of the width that it holds at a time.
     """
@@ -310,12 +304,12 @@ def finish_kernel(
         at = row[:, None] * width + first + inner[None, :]
         if d_rows is not None:
             gradient = tl.load(d_rows + at, row_here, 0.0) - weights * y.to(tl.float32)
-            # Before the factor, which has a scale too many and W: ranks add up their parts.
+            # Before the factor, which contains the scale and W; ranks sum their parts.
             sums += x.to(tl.float64) * gradient.to(tl.float64)
             tl.store(d_rows + at, gradient * factor, row_here)
         if d_columns is not None:
             gradient = tl.load(d_columns + at, column_here, 0.0) - weights * x.to(tl.float32)
-            if d_rows is None:  # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway
+            if d_rows is None:  # sum <I, dL/dS T> = sum <T, dL/dS^T I>
                 sums += y.to(tl.float64) * gradient.to(tl.float64)
             tl.store(d_columns + at, gradient * factor, column_here)
     tl.store(d_scale_parts + tl.program_id(0), tl.sum(tl.sum(sums, 1), 0) / terms)
@@ -334,7 +328,7 @@ def finish(
 ) -> None:
     """Add the positives to the gradients and scale them, see `TileBackend.finish`.
 
-    It takes one launch and a sum; parts of the scale's gradient cost nothing.
+    It takes one launch and a sum.
     """
     rows_bD, columns_nD = _in_rows(rows_bD), _in_rows(columns_nD)
     (b, width), n = rows_bD.shape, len(columns_nD)
@@ -351,5 +345,5 @@ def finish(
 
 
 def _in_rows(features_nD: Tensor) -> Tensor:
-    """Return features whose rows are contiguous, wherever they lie."""
+    """Return features with contiguous rows, at any row stride."""
     return features_nD if features_nD.stride(1) == 1 else features_nD.contiguous()

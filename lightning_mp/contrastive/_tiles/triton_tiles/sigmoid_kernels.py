@@ -1,4 +1,4 @@
-"""The sigmoid of the negatives of one block of the logits, and what they add to the loss.
+"""The sigmoid of the negatives of one block of the logits, and their part of the loss.
 
 Shapes:
     M, N: rows and columns of one tile. n, m: rows and columns of the block that a launch covers.
@@ -7,8 +7,8 @@ With `x_ij = log2_scale * dot_ij + log2_bias` and `u = 2^-|x|`, which is at most
 
     sigmoid = (1 if x >= 0 else u) / (1 + u),    softplus = ln(2) (max(x, 0) + log2(1 + u)),
 
-one exponential an element, and `log2(1 + u)` as `u` times a polynomial: nothing overflows, and
-where `u` is small both keep its digits. Triton's own logarithm is a subroutine that spills.
+with one exponential per element, and `log2(1 + u)` as `u` times a polynomial. Nothing overflows,
+and both keep their digits for small `u`. Triton's logarithm is a subroutine that spills registers.
 """
 
 import torch
@@ -37,7 +37,7 @@ _LN_2 = 0.6931471805599453
 
 @triton.jit
 def _log2_1p(u):
-    """Return `log2(1 + u)` for `u` in [0, 1], to 2e-7 of itself."""
+    """Return `log2(1 + u)` for `u` in [0, 1], with a relative error of 2e-7."""
     # log2(1 + u) / u, interpolated at Chebyshev's nodes of degree 8.
     value = 0.00739540209 * u - 0.0419450087
     value = value * u + 0.111832074
@@ -50,7 +50,7 @@ def _log2_1p(u):
     return value * u
 
 
-# `num_columns` is left to be specialised: a mask that ends at a multiple of 16 keeps stores wide.
+# `num_columns` is specialised, because a mask that ends at a multiple of 16 allows wide stores.
 @triton.jit(do_not_specialize=["num_rows", "diagonal"])
 def sigmoid_kernel(
     rows,
@@ -83,7 +83,7 @@ def sigmoid_kernel(
 
     Args:
         log2_bias: The bias times log2(e), one fp32 value.
-        factor: A power of two that keeps small values among fp16's normal numbers.
+        factor: A power of two that keeps small values in the normal range of fp16.
         sums: (2, tiles) in fp32: `softplus / ln(2)` and the sigmoids of a tile's negatives.
         row_maxima: (tiles in a row, n) in fp32, the largest `x`, or `None`; column_maxima: (tiles
             in a column, m).
@@ -101,7 +101,7 @@ def sigmoid_kernel(
     if row_maxima is not None:
         store_of_rows(row_maxima, tl.max(x, 1), tile, row)
         store_of_columns(column_maxima, tl.max(x, 0), tile, column)
-    # What is no negative is -inf, and adds 0 to both sums.
+    # Omitted pairs are -inf, and add 0 to both sums.
     u = tl.exp2(-tl.abs(x))
     losses = tl.maximum(x, 0.0) + _log2_1p(u)
     values = tl.where(x >= 0.0, 1.0, u) / (1.0 + u)
@@ -125,8 +125,8 @@ def add_sigmoid(
 ) -> None:
     """Write the sigmoids of one block, and add its `softplus` and sigmoids to `totals_2`.
 
-    `config` is a row of the table for `"softmax_wide"`, which keeps as much in registers. `maxima`,
-    of the block's rows and columns without the bias, are raised if they are given.
+    `config` is a row of the table for `"softmax_wide"`, which needs as many registers. `maxima` of
+    the block's rows and columns, without the bias, are raised if given.
     """
     (n, m), (row_tiles, column_tiles) = block.shape, config.tiles(*block.shape)
     sums = log2_scale.new_empty(2, row_tiles * column_tiles, dtype=torch.float32)
@@ -138,10 +138,10 @@ def add_sigmoid(
         column_maxima=peaks[1],
     )  # fmt: skip
     if maxima is not None:
-        # The kernel's are of `x`, which has the bias in it.
+        # The kernel's maxima are those of `x`, which includes the bias.
         row_n, column_m = (peak.amax(0).double() - log2_bias for peak in peaks if peak is not None)
         maxima.raise_to(row_n, column_m, _LN_2)
-    # In a fixed order, which atomics would not have.
+    # Summed in a fixed order, unlike atomics.
     parts_2 = sums.sum(1, dtype=totals_2.dtype)
     parts_2[0] *= _LN_2
     totals_2.add_(parts_2)

@@ -4,22 +4,22 @@ Shapes:
     M, N: rows and columns of one tile. n, m: rows and columns of the block that a launch covers.
 
 With `x_ij = log2_scale * dot_ij`, row and column log-sum-exps `r_i`, `c_j` in powers of two, and a
-power of two `2^s` that keeps small values among fp16's normal numbers,
+power of two `2^s` that keeps small values in the normal range of fp16,
 
     P_ij = 2^s (2^(x_ij - r_i) + 2^(x_ij - c_j)),    0 at positives.
 
-One exponential an element is enough while the log-sum-exps lie close together:
+One exponential per element is enough if the log-sum-exps are close together:
 
     P_ij = 2^(x_ij - p_i) (g_i + u_i v_j),    g_i = 2^(p_i - (r_i - s)), u_i = g_i 2^(r_i - t),
                                               v_j = 2^(t - c_j), any t.
 
-`p_i` is `r_i - s` rounded to fp32, which near 100 is off by up to 4e-6, for a whole row alike; the
-gain `g_i` puts that right at no cost.
+`p_i` is `r_i - s` rounded to fp32. Near 100 the error is up to 4e-6, equal for a whole row; the
+gain `g_i` corrects it at no cost.
 
-Where `r_i - c_j` reached 90, the exponential could vanish below 2^-126 while the column's softmax
-is still 2^-36, and the factors could overflow. A flag on the device then sends the work to a twin
-with two exponentials: both are launched, one returns at once, and the host never waits for it.
-Small shards, whose time is the host's, take the twin with two at once: a launch less.
+If `r_i - c_j` reached 90, the exponential could underflow below 2^-126 while the column's softmax
+is 2^-36, and the factors could overflow. A flag on the device then selects a variant with two
+exponentials: both variants are launched, one returns at once, and the host does not wait. Small
+shards, whose time is that of the host, launch only the variant with two exponentials.
 """
 
 import math
@@ -56,15 +56,15 @@ __all__ = ["SoftmaxFactors", "factors_kernel", "softmax_kernel", "write_softmax"
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK = 128
-_ALIGNMENT = 4  # values of fp32: each vector starts at 16 bytes, as wide loads want
+_ALIGNMENT = 4  # fp32 values: vectors are aligned to 16 bytes for wide loads
 
 
 @triton.jit
 def _store_rounded(power, gain, values, index, here):
-    """Store values in fp32, and what puts their rounding right; return that in float64."""
+    """Store values in fp32 and gains that correct their rounding; return the gains in float64."""
     rounded = values.to(tl.float32)
     lost = rounded.to(tl.float64) - values
-    # What is infinite is off by nothing.
+    # Infinite values have no rounding error.
     gains = tl.where(lost == lost, tl.exp2(lost), 1.0)
     tl.store(power + index, rounded, here)
     tl.store(gain + index, gains.to(tl.float32), here)
@@ -90,16 +90,16 @@ def factors_kernel(
     EXPONENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the vectors of `SoftmaxFactors`; the program that comes last says if they will do.
+    """Store the vectors of `SoftmaxFactors`; the last program decides whether they are accurate.
 
     Args:
         row_lse: (n,) natural log-sum-exps in float64. column_lse: (m,). scale: One value.
-        row_power: `p_i`; row_gain: `g_i`; row_factor: `u_i`; as `softmax_kernel` takes them.
+        row_power: `p_i`; row_gain: `g_i`; row_factor: `u_i`; see `softmax_kernel`.
         column_power: `c_j - s` rounded; column_gain: its gain; column_factor: `v_j`.
-        is_wide: Gets 1 if only the twin with two exponentials will do, else 0.
-        log2_scale: Gets scale times log2(e) as the sum of two fp32 values.
-        peaks: How far the largest row lies above `t`, and the lowest column below it.
-            `None`: the wide twin has the work in any case.
+        is_wide: Output: 1 if two exponentials are needed, otherwise 0.
+        log2_scale: Output: scale times log2(e) as the sum of two fp32 values.
+        peaks: Distances from `t` up to the largest row and down to the smallest column. `None`:
+            two exponentials in any case.
         num_rows: n. num_columns: m.
         EXPONENT: `s`. BLOCK: Rows, and columns, of a program.
     """
@@ -107,7 +107,7 @@ def factors_kernel(
     row_here, column_here = index < num_rows, index < num_columns
     rows = load_some(row_lse, index, num_rows) * _LOG2_E
     columns = load_some(column_lse, index, num_columns) * _LOG2_E
-    # Any `t` will do; that of the first row is there without a pass to look for the best.
+    # Any `t` is valid; the first row's needs no search.
     middle = tl.load(row_lse) * _LOG2_E
     gains = _store_rounded(row_power, row_gain, rows - EXPONENT, index, row_here)
     _store_rounded(column_power, column_gain, columns - EXPONENT, index, column_here)
@@ -119,7 +119,7 @@ def factors_kernel(
         if peaks is None:
             tl.store(is_wide, 1)
     if peaks is not None:
-        # Factors have to be normal numbers. NaN and infinities fail this: the wide twin has them.
+        # Factors must be normal numbers. NaN and infinities select the wide variant.
         rise = tl.where(tl.abs(rise) < 120.0, rise, float("inf")).to(tl.float32)
         fall = tl.where(tl.abs(fall) < 120.0, fall, float("inf")).to(tl.float32)
         raise_peak(peaks, tl.where(row_here, rise, float("-inf")))
@@ -130,12 +130,12 @@ def factors_kernel(
 
 @dataclass(frozen=True)
 class SoftmaxFactors:
-    """The vectors from which the softmax values of a whole shard are made, in fp32.
+    """The vectors that determine the softmax values of a whole shard, in fp32.
 
     Args:
         rows_3n: `p_i`, `g_i` and `u_i`.
-        columns_3m: `c_j - s` rounded, what puts that right, and `v_j`.
-        is_wide: One int32 on the device: not 0 if one exponential an element is not enough.
+        columns_3m: `c_j - s` rounded, its gain, and `v_j`.
+        is_wide: One int32 on the device: 1 if two exponentials are needed.
         log2_scale: Scale times log2(e) as the sum of two values.
     """
 
@@ -154,10 +154,10 @@ class SoftmaxFactors:
         *,
         always_wide: bool = False,
     ) -> "SoftmaxFactors":
-        """Work the vectors out from natural log-sum-exps in float64, positives included.
+        """Compute the vectors from natural log-sum-exps in float64, including positives.
 
-        `exponent` is `s`; `always_wide` sends the work to the twin with two exponentials, wherever
-        they lie. No value leaves the device.
+        `exponent` is `s`; `always_wide` selects the variant with two exponentials without a check.
+        No value leaves the device.
         """
         b, m = len(row_lse_b), len(column_lse_m)
         rows_3n, columns_3m = (
@@ -174,7 +174,7 @@ class SoftmaxFactors:
         return cls(rows_3n, columns_3m, is_wide, log2_scale)
 
     def arguments(self, block: Block) -> dict[str, Any]:
-        """Return what the kernel takes of them for a block, by name."""
+        """Return the keyword arguments of the kernel for a block."""
         names = ("row_power", "row_gain", "row_factor")
         row_vectors = dict(zip(names, self.rows_3n[:, block.rows], strict=True))
         names = ("column_power", "column_gain", "column_factor")
@@ -182,7 +182,7 @@ class SoftmaxFactors:
         return {**row_vectors, **column_vectors, "is_wide": self.is_wide}
 
 
-# `num_columns` is left to be specialised: a mask that ends at a multiple of 16 keeps stores wide.
+# `num_columns` is specialised, because a mask that ends at a multiple of 16 allows wide stores.
 @triton.jit(do_not_specialize=["num_rows", "diagonal"])
 def softmax_kernel(
     rows,
@@ -221,15 +221,15 @@ def softmax_kernel(
     SPLIT_SCALE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Store P of one tile, in one value or in two halves.
+    """Store P of one tile, as one value or in two halves.
 
     Args:
         row_power: `p_i`; row_gain: `g_i`; row_factor: `u_i`; all (n,) in fp32.
         column_power: `c_j - s` rounded; column_gain: its gain; column_factor: `v_j`; all (m,).
-        is_wide: One int32; a launch with another `WIDE` returns at once, but for what is kept.
+        is_wide: One int32; without stored products, a launch with another `WIDE` returns at once.
         stored: (n, m) in fp32 with rows `stored_stride` apart: the products that `lse_kernel`
             stored. `None`: this kernel multiplies `rows` and `columns`, which are `None` otherwise.
-        WIDE: Take two exponentials a value.
+        WIDE: Compute two exponentials per value.
         Others: As in `device_functions`.
     """
     if stored is None:  # noqa: SIM102  # one is known to the compiler, one is not
@@ -243,7 +243,7 @@ def softmax_kernel(
     else:
         at, here = stored_at(stored, stored_stride, tile, TILE_M, TILE_N)
         dots = tl.load(at, mask=here, other=0.0)
-    # Before anything is made of the first product: a third tile would not fit into registers.
+    # Before the first product is used, because a third tile would not fit into registers.
     similarities = threshold_similarities(
         dots, row_guides, column_guides, tile, guide_width, TILE_M, TILE_N, TILE_K, TMA
     )
@@ -258,7 +258,7 @@ def softmax_kernel(
             row_out, column_out = above_thresholds(
                 similarities, row_thresholds, column_thresholds, tile, row, column
             )
-            # Not by a gain of 0: what is left out may be infinite.
+            # Not by a gain of 0, because omitted values may be infinite.
             values = tl.where(row_out, 0.0, values)
             by_column = tl.where(column_out, float("-inf"), by_column)
         column_gains = load_some(column_gain, column, num_columns)[None, :]
@@ -282,12 +282,12 @@ def write_softmax(
     weights: Weights,
     configs: Sequence[TileConfig],
 ) -> None:
-    """Write the softmax of one block, of products that are kept or made here.
+    """Write the softmax of one block, from stored products or from its operands.
 
-    `configs` are rows of the table for `"softmax"` and `"softmax_wide"`; for the second alone where
-    `factors` are always wide, or products are kept.
+    `configs` are rows of the table for `"softmax"` and `"softmax_wide"`; only the second if
+    `factors` are always wide or products are stored.
     """
-    # The host does not know which of the twins is needed: the other returns at once.
+    # The host does not know which variant is needed; the other one returns at once.
     for config in configs:
         softmax_kernel[(math.prod(config.tiles(*block.shape)),)](
             **block.arguments(config, multiplies=block.stored_nc is None),
