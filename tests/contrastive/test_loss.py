@@ -14,7 +14,7 @@ from lightning_mp.numerics import FLOAT_DTYPES
 from tests.reference.contrastive import reference, relative_error
 
 # Some scales and features here are meant to be extreme.
-pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)")
+pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise features)")
 
 # Rounding of the inputs is not counted: the reference sees the rounded ones. Gradients come back
 # in the dtype of the features, so its rounding is.

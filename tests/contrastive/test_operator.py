@@ -16,7 +16,7 @@ from lightning_mp.contrastive._call.request import tiles_for
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 
 # Some scales and features here are meant to be extreme.
-pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)")
+pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise features)")
 
 CPU = torch.device("cpu")
 
