@@ -140,7 +140,8 @@ def test_fastest_says_why_none_runs() -> None:
     def run(config: TileConfig) -> None:
         raise RuntimeError(f"failure {config.tile[0] // 64}")
 
-    with pytest.raises(RuntimeError, match=r"No tile shape for the kernel 'lse' runs on cpu") as raised:
+    message = "No tile shape for the kernel 'lse' runs on cpu"
+    with pytest.raises(RuntimeError, match=message) as raised:
         fastest(configs, run, torch.device("cpu"))
     for index in range(1, len(configs) + 1):
         assert f"({64 * index}, 64, 32): failure {index}" in str(raised.value)
