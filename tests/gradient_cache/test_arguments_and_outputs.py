@@ -67,7 +67,7 @@ Pair = namedtuple("Pair", ["x", "y"])
         Encoding({"x": 1, "y": {"z": 2}}, "kept"),
     ],
 )
-def test_structures_come_back_with_other_leaves_and_stay_as_they_were(value: Any) -> None:
+def test_rebuild_changes_leaves_and_keeps_containers(value: Any) -> None:
     before = repr(value)
     structure = open_tree(value)
     same = structure.rebuild([leaf.value for leaf in structure.leaves])
@@ -80,7 +80,7 @@ def test_structures_come_back_with_other_leaves_and_stay_as_they_were(value: Any
         assert other.note == "kept"
 
 
-def test_paths_name_leaves() -> None:
+def test_leaves_have_dotted_paths() -> None:
     value = {"batch": Encoding({"pixels": 1}), "images": [2, 3], "out": Frozen(4)}
     paths = [leaf.path for leaf in open_tree(value).leaves]
     assert paths == ["batch.pixels", "images[0]", "images[1]", "out.x", "out.y"]
@@ -138,17 +138,17 @@ def test_buffer_of_the_tower_with_as_many_rows_as_the_batch_is_whole() -> None:
     assert roles(ROWS, mask, constants=[mask]) == (8, {"a": True, "b": False})
 
 
-def test_vector_as_long_as_the_batch_is_refused_with_both_ways_to_declare_it() -> None:
+def test_vector_of_batch_length_raises_and_names_both_roles() -> None:
     with pytest.raises(ValueError, match=r"`b` of shape \[8\].*{'b': 'rows'}.*{'b': 'whole'}"):
         roles(ROWS, torch.ones(8))
 
 
-def test_rows_declared_for_something_else_are_refused() -> None:
+def test_declared_rows_of_another_length_raise() -> None:
     with pytest.raises(ValueError, match=r"`b`, \[4, 3\], which is declared as 'rows'"):
         roles(ROWS, PROMPT, declared={"a": "rows", "b": "rows"})
 
 
-def test_rows_of_a_batch() -> None:
+def test_rows_of_a_batch_are_the_most_frequent_length() -> None:
     assert rows_of([ROWS, torch.ones(8, 2), torch.ones(3)]) == 8
     assert rows_of({"text": STRINGS, "n": 3}) == 8
     assert rows_of([STRINGS, ROWS]) == 8
@@ -164,7 +164,7 @@ class Prompted(nn.Module):
         return self.linear(batch + prompt.mean(0))
 
 
-def test_wrong_guess_names_what_was_taken_for_what() -> None:
+def test_error_lists_the_inferred_roles() -> None:
     message = (
         r"`Prompted` returned a tensor of shape \[8, 3\].*taken as rows of the batch: "
         r"`prompt` \[4, 3\]; taken whole: `batch` \[8, 3\]"
@@ -185,7 +185,7 @@ class Captions(nn.Module):
         return self.pack(self.embed(torch.tensor([ord(name) for name in names])), names)
 
 
-def test_lists_of_strings_go_in_and_out_with_their_rows() -> None:
+def test_lists_of_strings_are_split_and_concatenated() -> None:
     tower = Captions(lambda x, names: {"x": x, "names": [n.upper() for n in names], "flags": [1]})
     out = GradientCache(micro_batch_size=3).call(tower, STRINGS)
     assert out["names"] == list("ABCDEFGH")
@@ -203,7 +203,7 @@ def test_lists_of_strings_go_in_and_out_with_their_rows() -> None:
         (lambda x, names: {"x": x, names[0]: x}, r"for one micro-batch and"),
     ],
 )
-def test_outputs_that_cannot_be_put_together_are_refused(pack: Any, message: str) -> None:
+def test_outputs_that_cannot_be_concatenated_raise(pack: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GradientCache(micro_batch_size=3).call(Captions(pack), STRINGS)
 
@@ -220,7 +220,7 @@ class Hidden(nn.Module):
         return {"last_hidden_state": tokens, "pooler_output": tokens.mean(1)}
 
 
-def test_outputs_that_the_loss_never_used_are_told_once_with_bytes_and_name() -> None:
+def test_unused_outputs_draw_one_warning_with_bytes_and_name() -> None:
     cache, tower, batch = GradientCache(micro_batch_size=16), Hidden(), torch.ones(64, 2048, 4)
     unused = 64 * 2048 * 4 * 4
     message = rf"{unused:,} bytes .*`roles={{'last_hidden_state': 'left out'}}`"
@@ -229,7 +229,7 @@ def test_outputs_that_the_loss_never_used_are_told_once_with_bytes_and_name() ->
     cache.call(tower, batch)["pooler_output"].sum().backward()  # warnings are errors here
 
 
-def test_outputs_left_out_are_not_kept() -> None:
+def test_left_out_outputs_are_not_stored() -> None:
     tower, batch = Hidden(), torch.ones(64, 2048, 4)
     cache = GradientCache(micro_batch_size=16, roles={"last_hidden_state": "left out"})
     out = cache.call(tower, batch)
@@ -254,7 +254,7 @@ def test_bad_settings_raise(settings: dict[str, Any], message: str) -> None:
         GradientCache(**{"micro_batch_size": 3, **settings})
 
 
-def test_array_that_differs_between_micro_batches_is_refused_by_name() -> None:
+def test_array_that_differs_between_micro_batches_raises() -> None:
     def tower(x: Tensor) -> dict[str, Any]:
         return {"features": 2 * x, "lengths": x.detach().numpy()[:, 0]}
 

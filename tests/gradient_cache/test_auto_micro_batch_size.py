@@ -53,7 +53,7 @@ def batch() -> Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2))
 
 
-def test_rows_on_a_cpu_are_those_that_the_budget_holds() -> None:
+def test_auto_on_a_cpu_stays_within_the_budget() -> None:
     weight_bytes = WIDTH * WIDTH * 4
     for rows in (40, 104):
         # Beside it are the gradients of weights, however many rows there are, and a scalar or two.
@@ -63,7 +63,7 @@ def test_rows_on_a_cpu_are_those_that_the_budget_holds() -> None:
         assert cache.micro_batch_sizes == {"Tower": rows}
 
 
-def test_whole_batch_is_taken_where_it_fits_and_one_row_where_none_does() -> None:
+def test_auto_takes_the_whole_batch_if_it_fits_and_at_least_one_row() -> None:
     for budget, rows in ((2**30, BATCH), (1, 1)):
         cache = GradientCache(micro_batch_size="auto", activation_bytes=budget)
         tower = Tower() if rows > 1 else _without_gradients(Tower())
@@ -75,7 +75,7 @@ def _without_gradients(tower: Tower) -> Tower:
     return tower.requires_grad_(False)
 
 
-def test_probes_leave_no_trace() -> None:
+def test_probes_have_no_side_effects() -> None:
     found = GradientCache(micro_batch_size="auto", activation_bytes=ROW_BYTES * 40)
     tower = Tower(dropout=0.5)
     gradient = gradient_of(found, tower, batch())
@@ -86,7 +86,7 @@ def test_probes_leave_no_trace() -> None:
     assert torch.equal(gradient, gradient_of(given, Tower(dropout=0.5), batch()))
 
 
-def test_second_call_takes_what_the_first_has_found_and_so_does_a_resumed_run() -> None:
+def test_auto_size_is_kept_by_later_calls_and_resumed_runs() -> None:
     cache, tower = GradientCache(micro_batch_size="auto", activation_bytes=ROW_BYTES * 40), Tower()
     gradient_of(cache, tower, batch())
     rows = cache.micro_batch_sizes["Tower"]
@@ -99,7 +99,7 @@ def test_second_call_takes_what_the_first_has_found_and_so_does_a_resumed_run() 
         assert tower.seen == [rows] * 4  # two, and their replays
 
 
-def test_call_without_grad_has_a_size_of_its_own() -> None:
+def test_call_without_grad_has_its_own_auto_size() -> None:
     cache, tower = GradientCache(micro_batch_size="auto", activation_bytes=ROW_BYTES * 40), Tower()
     gradient_of(cache, tower, batch())
     with torch.no_grad():
@@ -115,7 +115,7 @@ def _find_with_budget_of_rank(rank: int) -> dict[str, int]:
 
 
 @pytest.mark.distributed
-def test_all_ranks_take_the_least() -> None:
+def test_all_ranks_use_the_smallest_auto_size() -> None:
     alone = _find_with_budget_of_rank(0)
     assert run_ranks(_find_with_budget_of_rank, 2) == [alone, alone]
     assert _find_with_budget_of_rank(1) != alone
@@ -135,7 +135,7 @@ BESIDE = 4 * WIDTH * WIDTH * 4 + 8 * BATCH * WIDTH * 4
 
 
 @pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 64])
-def test_rows_on_cuda_are_doubled_until_memory_runs_out(small_gpu: Any, rows: int) -> None:
+def test_auto_on_cuda_doubles_rows_until_memory_runs_out(small_gpu: Any, rows: int) -> None:
     expected = gradient_of(GradientCache(micro_batch_size=BATCH), Tower(), batch())
     # Between what `rows` take and what twice as many do; backwards are not seen by the fake.
     memory = BESIDE + 3 * rows * (LAYERS + 1) * WIDTH * 4 // 2
@@ -149,14 +149,14 @@ def test_rows_on_cuda_are_doubled_until_memory_runs_out(small_gpu: Any, rows: in
     assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_whole_batch_that_fits_on_cuda_is_taken(small_gpu: Any) -> None:
+def test_auto_on_cuda_takes_the_whole_batch_if_it_fits(small_gpu: Any) -> None:
     with small_gpu(2**40) as gpu:
         cache, tower = GradientCache(micro_batch_size="auto", device=DEVICE), Tower()
         gradient_of(cache, tower, batch().pin_memory())
         assert (cache.micro_batch_sizes, gpu.times_full) == ({"Tower": BATCH}, 0)
 
 
-def test_budget_on_cuda_is_kept_by_what_was_measured(small_gpu: Any) -> None:
+def test_auto_on_cuda_stays_within_activation_bytes(small_gpu: Any) -> None:
     with small_gpu(2**40) as gpu:
         budget = 50 * LAYERS * WIDTH * 4
         cache = GradientCache(micro_batch_size="auto", activation_bytes=budget, device=DEVICE)
@@ -172,7 +172,7 @@ class Part:
         pass
 
 
-def test_sharded_tower_on_cuda_takes_what_is_free_in_step_with_other_ranks(
+def test_auto_of_a_sharded_tower_probes_in_step_with_other_ranks(
     small_gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = "lightning_mp.gradient_cache.gradient_cache"
@@ -186,7 +186,7 @@ def test_sharded_tower_on_cuda_takes_what_is_free_in_step_with_other_ranks(
         assert gpu.times_full == 0
 
 
-def test_memory_that_is_too_small_for_any_row_is_said(small_gpu: Any) -> None:
+def test_too_little_memory_for_any_row_raises(small_gpu: Any) -> None:
     with small_gpu(LAYERS * WIDTH) as gpu:
         cache, tower = GradientCache(micro_batch_size="auto", device=DEVICE), Tower()
         with pytest.raises(RuntimeError, match="too little memory for 2 rows of the tower `Tower`"):
@@ -201,6 +201,6 @@ def test_memory_that_is_too_small_for_any_row_is_said(small_gpu: Any) -> None:
         ({"activation_bytes": 0}, r"`activation_bytes` must be an integer of at least 1"),
     ],
 )
-def test_arguments_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_raise(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         GradientCache(**{"micro_batch_size": "auto", **settings})

@@ -46,7 +46,7 @@ def serve(towers: str = "visual text", **settings: Any) -> None:
         ({"hidden": "row numbers"}, "No argument of a tower that was called and no field of the"),
     ],
 )
-def test_name_that_matches_nothing_is_refused_once_all_towers_were_called(
+def test_unmatched_name_raises_after_all_towers_were_called(
     roles: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -63,7 +63,7 @@ def test_names_of_arguments_and_outputs_are_accepted() -> None:
         model.text(ROWS)
 
 
-def test_calls_without_a_list_of_towers_are_checked_with_the_replays() -> None:
+def test_check_raises_for_unmatched_names_without_serving() -> None:
     cache = GradientCache(micro_batch_size=3, roles={"tabel": "whole"})
     cache.check()  # nothing was called that could have it
     cache.call(Tower(), ROWS)["features"].sum().backward()
@@ -109,7 +109,7 @@ def _train(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.distributed
-def test_ranks_refuse_a_name_together_or_not_at_all() -> None:
+def test_all_ranks_raise_for_an_unmatched_name_or_none() -> None:
     for said in run_ranks(_train, 2):
         assert said["prompt"] == "2 steps"
         assert said["promt"].startswith("Passed `InfCLStrategy(roles={'promt': 'whole'})`.")

@@ -74,7 +74,7 @@ class Structured(nn.Module):
         return {"out": Output(features, batch["x"].argmax(1)), "flag": flag, "none": None}
 
 
-def test_trees_masks_and_flags_come_back_as_from_the_tower() -> None:
+def test_nested_outputs_masks_and_flags_keep_their_structure() -> None:
     tower, mask = Structured(), torch.rand(4, requires_grad=True)
     batch = {"x": torch.randn(7, 4)}
     plain = tower(batch, mask=mask, flag=True)
@@ -91,7 +91,7 @@ def test_trees_masks_and_flags_come_back_as_from_the_tower() -> None:
     assert torch.allclose(tower.linear.weight.grad, expected[1])
 
 
-def test_two_backwards_through_one_call_both_count() -> None:
+def test_two_backwards_through_one_call_accumulate() -> None:
     tower = nn.Linear(4, 4)
     features = make_cache().call(tower, torch.ones(7, 4))
     features.sum().backward(retain_graph=True)
@@ -100,7 +100,7 @@ def test_two_backwards_through_one_call_both_count() -> None:
     assert torch.allclose(tower.weight.grad, 2 * once)
 
 
-def test_backward_after_a_step_on_the_tower_raises_as_autograd_does() -> None:
+def test_backward_after_an_optimizer_step_raises() -> None:
     tower, head = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), nn.Linear(4, 4)
     features = make_cache().call(tower, torch.ones(7, 4))
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_call_without_grad_returns_plain_features() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_of_the_forward_holds_in_the_replay(dtype: torch.dtype) -> None:
+def test_replay_uses_the_autocast_of_the_first_run(dtype: torch.dtype) -> None:
     tower = nn.Linear(4, 4)
     seen: list[torch.dtype] = []
     tower.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
@@ -137,7 +137,7 @@ def test_autocast_of_the_forward_holds_in_the_replay(dtype: torch.dtype) -> None
     assert seen == [torch.float32] * 6
 
 
-def test_autocast_cache_does_not_cut_the_graph_of_later_calls() -> None:
+def test_autocast_weight_cache_does_not_cut_the_graph_of_later_calls() -> None:
     tower = nn.Linear(4, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
         make_cache().call(tower, torch.ones(7, 4))
@@ -202,7 +202,7 @@ def test_arguments_without_a_batch_raise(arguments: tuple[Any, ...], message: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
-def test_micro_batches_from_the_host_arrive_whole(prefetch: int, pinned: bool) -> None:
+def test_micro_batches_from_the_host_are_copied_completely(prefetch: int, pinned: bool) -> None:
     batch = torch.randint(0, 255, (1003, 3, 64, 64), dtype=torch.uint8)
     batch = batch.pin_memory() if pinned else batch
     device = torch.device("cuda", torch.cuda.current_device())

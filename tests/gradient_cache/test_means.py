@@ -33,7 +33,7 @@ def _loss(out: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 10, "auto"])
-def test_means_and_their_gradients_are_those_of_the_whole_batch(rows: Any) -> None:
+def test_means_and_their_gradients_equal_those_of_the_whole_batch(rows: Any) -> None:
     tower = Gated().double()
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
     plain = tower(x)
@@ -53,7 +53,7 @@ def test_means_and_their_gradients_are_those_of_the_whole_batch(rows: Any) -> No
     cache.check()
 
 
-def test_sums_of_half_means_are_rounded_once() -> None:
+def test_means_in_half_precision_are_summed_in_fp32() -> None:
     tower, x = Gated().bfloat16(), torch.randn(1024, WIDTH, dtype=torch.bfloat16)
     parts = [tower(part)["aux"]["loss"].double() for part in x.split(4)]
     out = GradientCache(micro_batch_size=4, roles={"loss": "mean", "scale": "whole"}).call(tower, x)
@@ -64,7 +64,7 @@ def test_sums_of_half_means_are_rounded_once() -> None:
     )  # 256 roundings: 2**-2
 
 
-def test_replay_that_gives_another_mean_is_an_error() -> None:
+def test_replay_with_a_different_mean_raises() -> None:
     tower = Gated()
     cache = GradientCache(micro_batch_size=5, roles=ROLES)
     out = cache.call(tower, torch.randn(BATCH, WIDTH))
@@ -82,7 +82,7 @@ def test_replay_that_gives_another_mean_is_an_error() -> None:
         ({**ROLES, "los": "mean"}, r"`GradientCache\(roles={'los': 'mean'}\)`"),
     ],
 )
-def test_numbers_that_are_not_declared_and_names_that_are_none_are_refused(
+def test_undeclared_scalars_and_unknown_names_raise(
     roles: dict[str, str], message: str | None
 ) -> None:
     model, cache = nn.Module(), GradientCache(micro_batch_size=5, roles=roles)

@@ -45,7 +45,9 @@ def pairs(pinned: bool = True) -> Tensor:
 
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
-def test_device_holds_no_more_than_it_should(gpu: FakeCuda, prefetch: int, pinned: bool) -> None:
+def test_device_holds_prefetch_plus_one_micro_batches(
+    gpu: FakeCuda, prefetch: int, pinned: bool
+) -> None:
     batch = pairs(pinned)
     for _ in range(3):
         for _, (part, flag) in make(batch, prefetch):
@@ -56,7 +58,7 @@ def test_device_holds_no_more_than_it_should(gpu: FakeCuda, prefetch: int, pinne
     assert gpu.syncs == gpu.waits == 0  # the host is never made to wait
 
 
-def test_one_stream_copies_for_good(gpu: FakeCuda) -> None:
+def test_all_copies_use_one_stream(gpu: FakeCuda) -> None:
     for _ in range(40):
         for _ in make(pairs(), 2):
             gpu.compute(COMPUTE)
@@ -64,7 +66,7 @@ def test_one_stream_copies_for_good(gpu: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [2, 5])
-def test_copies_run_beside_the_towers(gpu: FakeCuda, prefetch: int) -> None:
+def test_copies_overlap_with_the_towers(gpu: FakeCuda, prefetch: int) -> None:
     for _ in make(pairs(), prefetch):
         gpu.compute(COMPUTE)
     # The device waits for the first copy alone.
@@ -72,7 +74,7 @@ def test_copies_run_beside_the_towers(gpu: FakeCuda, prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
-def test_parts_are_read_where_they_are_whole_and_may_be_kept(gpu: FakeCuda, prefetch: int) -> None:
+def test_micro_batches_are_complete_when_read_and_may_be_kept(gpu: FakeCuda, prefetch: int) -> None:
     batch = pairs()
     kept, sums = [], []
     for rows, (part, _) in make(batch, prefetch):
@@ -88,7 +90,7 @@ def test_parts_are_read_where_they_are_whole_and_may_be_kept(gpu: FakeCuda, pref
 
 
 @pytest.mark.parametrize("forgotten", ["wait_stream", "wait_event"])
-def test_fake_device_sees_a_wait_that_is_missing(
+def test_fake_device_detects_a_missing_wait(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
     monkeypatch.setattr(FakeStream, forgotten, lambda self, other: None)

@@ -19,12 +19,12 @@ BATCH, WIDTH = 6, 4
     ["rows", "5 rows", "rows padded with 0", "3 rows padded with -100", "mask", "mask of 3 rows"]
     + ["row numbers", "row numbers of batch.text", "whole", "mean", "sum", "left out"],
 )
-def test_words_of_roles_are_read_and_written(words: str) -> None:
+def test_roles_are_parsed_and_printed(words: str) -> None:
     assert str(Role.parse(words)) == words
 
 
 @pytest.mark.parametrize("words", ["row", "0 rows", "rows padded with", "wholes", ""])
-def test_other_words_are_refused(words: str) -> None:
+def test_invalid_role_texts_raise(words: str) -> None:
     with pytest.raises(ValueError, match=r"roles=\{'x': .* must be a mapping of names to roles"):
         GradientCache(micro_batch_size=2, roles={"x": words})
 
@@ -53,7 +53,7 @@ JOINT = {"text": "3 rows", "names": "3 rows", "loss": "sum", "table": "whole"}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 6, "auto"])
-def test_several_rows_each_sums_and_constants_have_the_gradients_of_the_whole(rows: Any) -> None:
+def test_several_rows_per_sample_sums_and_constants_have_exact_gradients(rows: Any) -> None:
     tower = Joint().double()
     image = torch.randn(BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
     text = torch.randn(3 * BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -73,7 +73,7 @@ def test_several_rows_each_sums_and_constants_have_the_gradients_of_the_whole(ro
     }
 
 
-def test_several_rows_each_are_just_rows_where_they_are_alone() -> None:
+def test_several_rows_per_sample_alone_in_a_call_are_rows() -> None:
     tower, text = nn.Linear(WIDTH, WIDTH), torch.randn(18, WIDTH)
     seen: list[int] = []
     tower.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
@@ -93,7 +93,7 @@ def test_several_rows_each_are_just_rows_where_they_are_alone() -> None:
         ({name: JOINT[name] for name in ("text", "loss")}, r"`table` of shape \[4, 4\]"),
     ],
 )
-def test_wrong_roles_are_refused_by_name(roles: dict[str, str], message: str) -> None:
+def test_wrong_roles_raise_and_name_the_argument(roles: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GradientCache(micro_batch_size=2, roles=roles).call(
             Joint(), torch.randn(18, WIDTH), torch.randn(6, WIDTH)
@@ -107,7 +107,7 @@ def has_rows(earlier: EarlierCalls, rows: int, mask: Tensor) -> bool:
     return arguments.roles[1].has_rows
 
 
-def test_what_was_whole_stays_whole_beside_a_batch_as_long() -> None:
+def test_whole_argument_stays_whole_beside_a_batch_of_its_length() -> None:
     earlier, prompt = EarlierCalls(), torch.ones(8, 2)
     assert not has_rows(earlier, 12, prompt)
     assert not has_rows(earlier, 8, prompt), "the last batch of an epoch"
@@ -116,14 +116,14 @@ def test_what_was_whole_stays_whole_beside_a_batch_as_long() -> None:
     assert has_rows(EarlierCalls(), 8, prompt), "nothing was known before"
 
 
-def test_what_was_cut_by_chance_is_refused_when_it_shows() -> None:
+def test_argument_split_by_chance_raises_in_a_later_call() -> None:
     earlier, prompt = EarlierCalls(), torch.ones(8, 2)
     assert has_rows(earlier, 8, prompt)
     with pytest.raises(ValueError, match=r"`mask` of shape \[8, 2\] .* with 12 rows.*'whole'"):
         has_rows(earlier, 12, prompt)
 
 
-def test_roles_are_logged_once_a_tower(logged: list[str]) -> None:
+def test_roles_are_logged_once_per_tower(logged: list[str]) -> None:
     logging.getLogger("lightning_mp").setLevel(logging.DEBUG)
     cache, tower = GradientCache(micro_batch_size=2), nn.Linear(WIDTH, WIDTH)
     for _ in range(2):
@@ -159,7 +159,7 @@ PADDED = {"ids": "rows padded with 0", "attention_mask": "mask", "bias": "rows p
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 6])
 @pytest.mark.parametrize("on_left", [False, True])
-def test_rows_are_cut_at_the_longest_of_a_micro_batch(rows: int, on_left: bool) -> None:
+def test_padding_is_cut_to_the_longest_row_of_a_micro_batch(rows: int, on_left: bool) -> None:
     tower = Reads().double()
     mask = (torch.arange(9) < torch.tensor(LENGTHS)[:, None]).long()
     mask = mask.flip(1) if on_left else mask
@@ -197,7 +197,7 @@ class Described(nn.Module):
         return {"image": self.visual(image), "text": self.text(ids, attention_mask)["mean"]}
 
 
-def test_masks_of_several_rows_each_cut_at_the_longest_of_their_image() -> None:
+def test_masks_of_several_rows_per_sample_cut_padding() -> None:
     tower, image = Described().double(), torch.randn(3, WIDTH, dtype=torch.float64)
     mask = (torch.arange(9) < torch.tensor(LENGTHS)[:, None]).long()
     ids = torch.randint(1, 50, (6, 9)) * mask
@@ -209,7 +209,7 @@ def test_masks_of_several_rows_each_cut_at_the_longest_of_their_image() -> None:
         assert torch.allclose(value, plain[name], atol=1e-14)
 
 
-def test_mask_of_another_shape_is_refused() -> None:
+def test_mask_of_another_shape_raises() -> None:
     cache = GradientCache(micro_batch_size=2, roles=PADDED)
     with pytest.raises(ValueError, match="declared as 'mask' but is not a tensor of shape"):
         cache.call(Reads(), torch.ones(4, 3, dtype=torch.long), torch.ones(4, 1, 3))

@@ -37,7 +37,7 @@ SCORES = {
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
-def test_scores_of_rows_against_each_other_are_refused(score: Any, rows: int) -> None:
+def test_pairwise_scores_raise(score: Any, rows: int) -> None:
     tower, x = Scores(score), torch.randn(BATCH, WIDTH)
     message = r"`logits` of shape \[2, .* for 2 rows and of \[3, .*roles=\{'logits': 'left out'\}"
     with pytest.raises(ValueError, match=message):
@@ -47,7 +47,7 @@ def test_scores_of_rows_against_each_other_are_refused(score: Any, rows: int) ->
 
 
 @pytest.mark.parametrize("rows", [5, 12, 100])
-def test_other_micro_batches_need_no_trial(rows: int) -> None:
+def test_micro_batches_of_different_sizes_need_no_shape_check(rows: int) -> None:
     tower, x = Scores(SCORES["all pairs"]), torch.randn(BATCH, WIDTH)
     cache = GradientCache(micro_batch_size=rows)
     if rows >= BATCH:  # one micro-batch, whose scores are those of the batch
@@ -75,7 +75,7 @@ class Noisy(nn.Module):
         return F.dropout(self.norm(self.linear(x.mul_(2))) + noise, 0.4)
 
 
-def test_trial_leaves_generators_buffers_and_the_batch_as_they_were() -> None:
+def test_shape_check_changes_no_generator_buffer_or_batch() -> None:
     results = []
     for is_known in (False, True):
         tower, cache = Noisy(), GradientCache(micro_batch_size=4)
@@ -102,7 +102,7 @@ class Plain(nn.Module):
         return self.linear(x)
 
 
-def test_compiled_tower_is_not_compiled_for_the_trial() -> None:
+def test_shape_check_does_not_recompile_a_compiled_tower() -> None:
     sizes: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -117,7 +117,7 @@ def test_compiled_tower_is_not_compiled_for_the_trial() -> None:
     assert set(sizes) == {4}
 
 
-def test_clip_model_of_transformers_is_refused_as_one_tower() -> None:
+def test_whole_clip_model_of_transformers_as_one_tower_raises() -> None:
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     config = transformers.CLIPConfig(

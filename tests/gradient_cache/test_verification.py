@@ -36,7 +36,7 @@ class Drifts(nn.Module):
 
 
 @pytest.mark.parametrize("drift", [1e-4, 1e-2, 0.5, 1e30, float("nan"), float("inf")])
-def test_replay_that_differs_raises_before_anything_is_trained(drift: float) -> None:
+def test_different_replay_raises_before_any_gradient_is_accumulated(drift: float) -> None:
     torch.manual_seed(0)
     tower = Drifts(drift)
     features = make_cache().call(tower, torch.randn(7, 4))
@@ -51,7 +51,7 @@ def test_replay_that_differs_raises_before_anything_is_trained(drift: float) -> 
         assert drift / 3 < size < 3 * drift
 
 
-def test_tolerance_is_a_switch() -> None:
+def test_replay_tolerance_decides_which_difference_raises() -> None:
     for tolerance, raises in ((1e-3, True), (1e-1, False), (float("inf"), False)):
         tower = Drifts(1e-2)
         features = make_cache(replay_tolerance=tolerance).call(tower, torch.randn(7, 4))
@@ -62,7 +62,7 @@ def test_tolerance_is_a_switch() -> None:
             features.sum().backward()
 
 
-def test_deterministic_algorithms_allow_no_difference() -> None:
+def test_deterministic_algorithms_have_a_tolerance_of_zero() -> None:
     assert rounding_noise({torch.float32}, CPU) == 128 * 2.0**-23
     assert rounding_noise({torch.float32, torch.bfloat16}, CPU) == 2.0**-4
     torch.use_deterministic_algorithms(True)
@@ -78,7 +78,7 @@ def test_deterministic_algorithms_allow_no_difference() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_sketch_tells_the_size_of_a_difference(dtype: torch.dtype) -> None:
+def test_sketch_estimates_the_size_of_a_difference(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     output, other = torch.randn(256, 3, 32, dtype=dtype), torch.randn(256, 3, 32, dtype=dtype)
     # The mean of 256 squares of normal variables has a deviation of sqrt(2 / 256) = 9%.
@@ -89,7 +89,7 @@ def test_sketch_tells_the_size_of_a_difference(dtype: torch.dtype) -> None:
     assert Sketch(output).difference(output + 1) == torch.inf
 
 
-def test_outputs_that_were_not_finite_are_not_compared() -> None:
+def test_non_finite_outputs_are_not_compared() -> None:
     tower = nn.Linear(4, 4)
     features = make_cache().call(tower, torch.full((7, 4), torch.nan))
     features.sum().backward()
@@ -107,7 +107,7 @@ class HiddenNoise(nn.Module):
         return self.linear(batch) * float(self.hidden[0].random())
 
 
-def test_generator_that_is_not_found_raises() -> None:
+def test_noise_of_an_unknown_generator_raises() -> None:
     features = make_cache().call(HiddenNoise(), torch.randn(7, 4))
     with pytest.raises(RuntimeError, match="generator that is not an attribute"):
         features.sum().backward()
@@ -126,7 +126,7 @@ class OwnDraws(nn.Module):
         return batch * self.weight * torch.rand(1, generator=self.torch) * float(np.prod(draws))
 
 
-def test_generators_of_a_module_are_replayed_and_go_on_from_the_call() -> None:
+def test_generators_of_a_module_are_replayed_and_then_continue() -> None:
     tower, twin = OwnDraws(), OwnDraws()
     features = make_cache().call(tower, torch.ones(7, 4))
     features.sum().backward()
@@ -174,7 +174,7 @@ class Expanded(nn.Module):
         return self.linear(batch * self.expanded)
 
 
-def test_buffers_that_grow_or_are_expanded_stay_as_the_call_left_them() -> None:
+def test_growing_and_expanded_buffers_keep_the_state_after_the_call() -> None:
     tower, batch = Expanded(), torch.randn(7, 4)
     features = make_cache().call(tower, batch)
     for _ in range(2):
@@ -218,7 +218,7 @@ def test_functional_call_of_a_tower_raises_in_the_backward() -> None:
         lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
     ],
 )
-def test_transforms_of_torch_func_are_refused(transform: Callable[..., object]) -> None:
+def test_transforms_of_torch_func_raise(transform: Callable[..., object]) -> None:
     model, cache = Served(), make_cache()
     with (
         _serving(cache, model),
@@ -227,13 +227,13 @@ def test_transforms_of_torch_func_are_refused(transform: Callable[..., object]) 
         transform(model.tower)(torch.randn(7, 4))
 
 
-def test_forward_mode_is_refused() -> None:
+def test_forward_mode_ad_raises() -> None:
     tower = nn.Linear(4, 4)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode AD"):
         make_cache().call(tower, forward_ad.make_dual(torch.ones(7, 4), torch.ones(7, 4)))
 
 
-def test_second_derivatives_are_refused_and_first_ones_with_a_graph_are_right() -> None:
+def test_second_derivatives_raise_and_first_ones_with_create_graph_are_exact() -> None:
     tower, batch = nn.Linear(4, 4), torch.randn(7, 4, requires_grad=True)
     features = make_cache().call(tower, batch)
     (grad,) = torch.autograd.grad(features.square().sum(), batch, create_graph=True)
@@ -243,7 +243,7 @@ def test_second_derivatives_are_refused_and_first_ones_with_a_graph_are_right() 
         grad.square().sum().backward()
 
 
-def test_cache_and_models_in_it_are_copied_and_pickled() -> None:
+def test_cache_and_served_models_can_be_copied_and_pickled() -> None:
     model, cache = Served(), make_cache(roles={"x": "left out"})
     batch = torch.randn(7, 4)
     with _serving(cache, model):
@@ -272,7 +272,7 @@ class _CountsReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_comparing_reads_one_number_a_call() -> None:
+def test_comparison_reads_one_number_per_call() -> None:
     tower = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     features = make_cache().call(tower, torch.randn(30, 4)).sum()
     with _CountsReads() as counter:

@@ -54,7 +54,7 @@ def test_recall_grid_features_with_ties_equal_reference(
 
 
 @pytest.mark.slow
-def test_recall_any_workspace_same_values() -> None:
+def test_recall_does_not_depend_on_the_workspace() -> None:
     batch = make_pairs(65, 130, 16, grid=True)
     values = [
         compute_once(*batch, normalize=normalize, workspace_bytes=workspace_bytes)
@@ -75,7 +75,7 @@ def test_recall_without_ids_pairs_rows_across_batches() -> None:
     assert as_floats(metric.compute()) == compute_once(image, text, index, index, top_k=(1, 3))
 
 
-def test_recall_extreme_scales_change_nothing() -> None:
+def test_recall_does_not_depend_on_extreme_scales() -> None:
     batch = make_pairs(40, 80, 8)
     plain = compute_once(*batch)
     for scale in (1e30, 1e-30):  # squares overflow or vanish in fp32
@@ -85,7 +85,7 @@ def test_recall_extreme_scales_change_nothing() -> None:
     assert dot != plain
 
 
-def test_recall_float64_features_resolve_what_fp32_cannot() -> None:
+def test_recall_of_float64_features_resolves_smaller_differences() -> None:
     # Text 1 leans to its own image by 1e-8: a tie in fp32, and so a lost rank.
     image = torch.eye(2, dtype=torch.float64)
     text = torch.tensor([[1, 0], [1, 1 + 1e-8]], dtype=torch.float64)
@@ -112,7 +112,7 @@ def test_recall_under_autocast_and_half_default_dtype_stays_fp32() -> None:
 @pytest.mark.parametrize("width", [1, 33, 512])
 @pytest.mark.parametrize("workspace_bytes", [50_000, 2**26])
 @pytest.mark.slow
-def test_recall_collapsed_model_gets_zero(
+def test_recall_of_a_collapsed_model_is_zero(
     normalize: bool, width: int, workspace_bytes: int
 ) -> None:
     row = torch.randn(1, width, generator=torch.Generator().manual_seed(width))
@@ -154,7 +154,7 @@ def test_recall_non_finite_row_is_ahead_as_candidate_and_no_hit_as_query(
     assert values["image_to_text_mean_rank"] == pytest.approx((5 * 1 + 7) / 6)
 
 
-def test_recall_one_nan_match_leaves_the_finite_match() -> None:
+def test_recall_with_a_nan_match_uses_the_finite_match() -> None:
     text = torch.tensor([[1.0, 0], [float("nan"), 0], [0, 1]])
     values = compute_once(torch.eye(2), text, torch.tensor([0, 1]), torch.tensor([0, 0, 1]))
     assert values["image_to_text_mean_rank"] == 1.5  # image 1 has the NaN text ahead
@@ -167,7 +167,7 @@ def test_recall_zero_feature_ties_with_all() -> None:
     assert values["text_to_image_mean_rank"] == 2
 
 
-def test_recall_unmatched_queries_are_left_out_and_warned_of_once() -> None:
+def test_recall_leaves_out_unmatched_queries_and_warns_once() -> None:
     image, text, image_ids, text_ids = make_pairs(30, 60, 8, grid=True)
     text_ids[text_ids == text_ids[0]] = -1
     metric = ContrastiveRecall(normalize=False)
@@ -186,7 +186,7 @@ def test_recall_unmatched_queries_are_left_out_and_warned_of_once() -> None:
     metric.compute()  # warnings are errors here
 
 
-def test_recall_no_common_id_raises() -> None:
+def test_recall_without_common_ids_raises() -> None:
     metric = ContrastiveRecall()
     metric.update(torch.eye(3), torch.eye(3), torch.arange(3), torch.arange(3) + 3)
     with pytest.raises(ValueError, match="3 images and 3 texts without any equal ids"):
@@ -212,7 +212,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [400, 800])
 @pytest.mark.parametrize("normalize", [True, False], ids=["cosine", "dot"])
-def test_compute_largest_tensor_is_linear(n: int, normalize: bool) -> None:
+def test_largest_tensor_of_compute_is_linear(n: int, normalize: bool) -> None:
     workspace_bytes = 80_000
     metric = ContrastiveRecall(workspace_bytes=workspace_bytes, normalize=normalize)
     metric.update(*make_pairs(n, 2 * n, 8))
@@ -223,7 +223,7 @@ def test_compute_largest_tensor_is_linear(n: int, normalize: bool) -> None:
 
 
 @pytest.mark.slow
-def test_compute_live_tiles_fit_the_workspace() -> None:
+def test_live_tiles_of_compute_fit_the_workspace() -> None:
     workspace_bytes = 2**20
     batch = make_pairs(900, 900, 64)
     metric = ContrastiveRecall(workspace_bytes=workspace_bytes)
@@ -240,7 +240,7 @@ def test_compute_live_tiles_fit_the_workspace() -> None:
     assert workspace_bytes / 3 < peak - gathered - per_query <= workspace_bytes
 
 
-def test_state_keeps_the_dtype_and_its_own_copy() -> None:
+def test_state_keeps_the_dtype_and_copies_features() -> None:
     image = torch.eye(4, dtype=torch.bfloat16, requires_grad=True)
     text = torch.eye(4, dtype=torch.bfloat16)
     metric = ContrastiveRecall(top_k=(1,))
@@ -353,7 +353,7 @@ def test_bad_batch_raises_and_leaves_the_state(
     assert as_floats(metric.compute()) == compute_once(*good)
 
 
-def test_positions_then_ids_or_unequal_lengths_raise() -> None:
+def test_mixed_use_of_ids_and_unequal_lengths_raise() -> None:
     metric = ContrastiveRecall()
     metric.update(torch.eye(4), torch.eye(4))
     for call in (metric.update, metric):

@@ -91,7 +91,7 @@ def test_two_ranks_equal_one_process(case: str, rank_results: list[dict[str, obj
         ("no match", "6 images and 6 texts that have without any equal ids"),
     ],
 )
-def test_two_ranks_fail_together_and_recover(
+def test_two_ranks_raise_together_and_recover(
     case: str, message: str, rank_results: list[dict[str, object]]
 ) -> None:
     for results in rank_results:

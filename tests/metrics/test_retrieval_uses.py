@@ -91,14 +91,14 @@ def _on_rank(rank: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.distributed
-def test_repeats_of_a_sampler_are_left_out_by_keys() -> None:
+def test_keys_remove_repeated_samples() -> None:
     for without, keyed in run_ranks(_on_rank, 2):
         assert without["image_to_text_queries"] == PAIRS + 1  # 31 pairs for four ranks
         assert keyed == as_floats(whole())
         assert without != keyed
 
 
-def test_texts_of_one_image_stay_and_rows_without_keys_do() -> None:
+def test_several_texts_of_one_image_and_rows_without_keys_are_kept() -> None:
     image, text, image_ids, text_ids = make_pairs(9, 30, WIDTH)
     plain, keyed = ContrastiveRecall(), ContrastiveRecall()
     plain.update(image, text, image_ids, text_ids)
@@ -119,11 +119,11 @@ def test_texts_of_one_image_stay_and_rows_without_keys_do() -> None:
         ),
     ],
 )
-def test_keys_that_cannot_be_used_are_refused(keys: dict[str, Tensor], said: str) -> None:
+def test_invalid_keys_raise(keys: dict[str, Tensor], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ContrastiveRecall().update(torch.eye(3), torch.eye(3), **keys)
 
 
-def test_unknown_value_is_refused() -> None:
+def test_unknown_value_raises() -> None:
     with pytest.raises(ValueError, match=r"`value` must be one of \['image_to_text_recall@1'"):
         ContrastiveRecall(value="recall@1")

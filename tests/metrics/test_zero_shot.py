@@ -46,7 +46,7 @@ def feed(metric: ZeroShotAccuracy, data: Any, rows: slice = slice(None), **kwarg
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("workspace_bytes", [1, 64 * 2**20])
-def test_accuracies_are_those_of_clips_recipe(dtype: torch.dtype, workspace_bytes: int) -> None:
+def test_accuracies_equal_those_of_clips_recipe(dtype: torch.dtype, workspace_bytes: int) -> None:
     data = make_data(dtype)
     metric = ZeroShotAccuracy(num_classes=CLASSES, top_k=[1, 3, 9], workspace_bytes=workspace_bytes)
     feed(metric, data)
@@ -56,7 +56,7 @@ def test_accuracies_are_those_of_clips_recipe(dtype: torch.dtype, workspace_byte
     assert 0.3 < values["top1"] < values["top3"] < 1
 
 
-def test_ties_and_values_that_are_not_finite_count_against_the_model() -> None:
+def test_ties_and_non_finite_values_count_against_the_model() -> None:
     same = ZeroShotAccuracy(num_classes=3, top_k=[1, 2])
     same.update_prompts(torch.ones(3, 4), torch.arange(3))
     same.update(torch.rand(5, 4), torch.zeros(5, dtype=torch.int64))
@@ -72,7 +72,7 @@ def test_ties_and_values_that_are_not_finite_count_against_the_model() -> None:
     assert [round(bad.compute()[f"top{k}"].item(), 4) for k in (1, 2, 5)] == [0, 0.3333, 0.3333]
 
 
-def test_prompts_come_in_any_integers_and_floats_but_in_one_width() -> None:
+def test_prompts_may_have_any_dtype_but_one_width() -> None:
     metric = ZeroShotAccuracy(num_classes=2, top_k=[1])
     metric.update_prompts(torch.tensor([[1.0, 0.0]]), torch.tensor([0], dtype=torch.uint8))
     metric.update_prompts(torch.tensor([[0.0, 1.0]]).double(), torch.tensor([1]))
@@ -82,7 +82,7 @@ def test_prompts_come_in_any_integers_and_floats_but_in_one_width() -> None:
         metric.update_prompts(torch.ones(1, 3), torch.tensor([0]))
 
 
-def test_images_with_a_key_seen_before_are_left_out() -> None:
+def test_images_with_a_repeated_key_are_removed() -> None:
     data = make_data()
     alone, repeated = (ZeroShotAccuracy(num_classes=CLASSES) for _ in range(2))
     feed(alone, data)
@@ -116,7 +116,7 @@ class Module(lightning.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_value_is_logged_and_prompts_are_for_one_epoch() -> None:
+def test_value_is_logged_and_prompts_are_reset_each_epoch() -> None:
     module = Module()
     trainer = lightning.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
@@ -162,7 +162,7 @@ def _on_rank(rank: int) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.distributed
-def test_two_ranks_count_as_one() -> None:
+def test_two_ranks_equal_one_process() -> None:
     metric = ZeroShotAccuracy(num_classes=CLASSES)
     feed(metric, make_data())
     expected = {key: value.item() for key, value in metric.compute().items()}
@@ -183,13 +183,13 @@ def test_two_ranks_count_as_one() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
-def test_what_is_wrong_is_said(call: Any, error: type[Exception], said: str) -> None:
+def test_invalid_inputs_raise(call: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error) as caught:
         call(ZeroShotAccuracy(num_classes=3))
     assert said in str(caught.value)
 
 
-def test_target_out_of_range_is_said_with_the_result() -> None:
+def test_target_out_of_range_raises_in_compute() -> None:
     metric = ZeroShotAccuracy(num_classes=3)
     metric.update_prompts(torch.eye(3), torch.arange(3))
     metric.update(torch.eye(3), torch.tensor([0, 1, 3]))

@@ -62,7 +62,7 @@ def test_submissions_on_the_cpu_are_ready_at_once_with_their_context() -> None:
     assert readback.ready() == readback.drain() == []
 
 
-def test_statistics_survive_the_way_to_the_host() -> None:
+def test_statistics_arrive_on_the_host_unchanged() -> None:
     stats = tensor_stats([torch.randn(50, 70), torch.zeros(3)])
     readback = AsyncReadback()
     readback.submit(0, stats)
@@ -71,7 +71,7 @@ def test_statistics_survive_the_way_to_the_host() -> None:
     assert np.array_equal(taken.array, stats.numpy())
 
 
-def test_ready_takes_what_is_done_in_the_order_of_submission() -> None:
+def test_ready_takes_finished_copies_in_the_order_of_submission() -> None:
     readback = _Delayed()
     for step in range(4):
         readback.submit(step, torch.full((2,), float(step)))
@@ -85,7 +85,7 @@ def test_ready_takes_what_is_done_in_the_order_of_submission() -> None:
     assert [event.waits for event in readback.events] == [0] * 4
 
 
-def test_drain_waits_for_all_that_is_left() -> None:
+def test_drain_waits_for_all_copies() -> None:
     readback = _Delayed()
     for step in (3, 5):
         readback.submit(step, torch.full((1,), float(step)))
@@ -95,7 +95,7 @@ def test_drain_waits_for_all_that_is_left() -> None:
     assert len(readback) == 0
 
 
-def test_buffers_grow_with_what_is_in_flight_and_are_used_again() -> None:
+def test_buffers_grow_with_copies_in_flight_and_are_reused() -> None:
     readback = _Delayed()
     for step in range(5):
         readback.submit(step, torch.full((3,), float(step)))

@@ -45,7 +45,7 @@ def compiled(pytestconfig: pytest.Config) -> Iterator[Callable[[Request], Compil
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_kernel_reads_vectors_and_keeps_everything_in_registers(
+def test_kernel_reads_vectors_and_spills_no_registers(
     compiled: Callable[[Request], Compiled], request_: Request
 ) -> None:
     kernel = compiled(request_)

@@ -55,7 +55,7 @@ stats = pytest.mark.parametrize("request_", STATS, ids=str, scope="module")
 
 
 @kernels
-def test_kernel_keeps_everything_in_registers(compiled: Compile, request_: Request) -> None:
+def test_kernel_spills_no_registers(compiled: Compile, request_: Request) -> None:
     kernel = compiled(request_)
     assert not kernel.is_spilled
     assert kernel.complaints == ()
@@ -70,7 +70,7 @@ def test_whole_blocks_are_read_in_vectors(compiled: Compile, request_: Request) 
 
 
 @stats
-def test_enough_programs_run_at_a_time(compiled: Compile, request_: Request) -> None:
+def test_occupancy_is_high_enough(compiled: Compile, request_: Request) -> None:
     assert CHIPS[request_.arch].programs(compiled(request_)) >= PROGRAMS_AT_A_TIME
 
 

@@ -17,7 +17,7 @@ from lightning_mp.numerics.floats import (
 NARROW = [dtype for dtype in FLOAT_DTYPES if dtype != torch.float64]
 
 
-def test_fp16_facts_have_their_known_values() -> None:
+def test_fp16_limits_have_their_known_values() -> None:
     assert torch.finfo(torch.float16).max == 65504
     assert torch.finfo(torch.float16).tiny == 2.0**-14
     assert largest_flushed(torch.float16) == 2.0**-25
@@ -25,7 +25,7 @@ def test_fp16_facts_have_their_known_values() -> None:
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_flushing_and_overflow_begin_exactly_where_the_facts_say(dtype: torch.dtype) -> None:
+def test_flushing_and_overflow_begin_exactly_at_the_limits(dtype: torch.dtype) -> None:
     flushed, overflowing = largest_flushed(dtype), smallest_overflowing(dtype)
     step = 2.0**-50 if dtype == torch.float32 else 2.0**-12  # torch rounds to halves through fp32
     assert rounded(flushed, dtype) == 0
@@ -34,7 +34,7 @@ def test_flushing_and_overflow_begin_exactly_where_the_facts_say(dtype: torch.dt
     assert rounded(overflowing * (1 - step), dtype) == torch.finfo(dtype).max
 
 
-def test_float64_facts_end_at_python_numbers() -> None:
+def test_float64_limits_are_zero_and_inf() -> None:
     assert largest_flushed(torch.float64) == 0
     assert smallest_overflowing(torch.float64) == math.inf
 
@@ -46,7 +46,7 @@ def test_rounding_to_fp16_of_usual_epsilons_is_known(eps: float, stored: float) 
     assert rounded(eps, torch.float16) == stored
 
 
-def test_sums_are_kept_in_wider_formats() -> None:
+def test_sums_use_wider_dtypes() -> None:
     wider = [accumulation_dtype(dtype) for dtype in FLOAT_DTYPES]
     assert wider == [torch.float32, torch.float32, torch.float32, torch.float64]
     assert state_dtype(torch.device("cpu")) == torch.float64

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 37), (4097, 768)])
-def test_dots_are_those_of_float64(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_dots_equal_those_of_float64(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x, y = torch.randn(shape, device="cuda").to(dtype), torch.randn(shape, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -58,14 +58,14 @@ def test_stats_of_large_tensors_equal_the_reference(has_kernels: bool) -> None:
 
 
 @PATHS
-def test_stats_repeat_bit_for_bit(has_kernels: bool) -> None:
+def test_stats_are_bitwise_reproducible(has_kernels: bool) -> None:
     tensors = [torch.randn(3_000_001, device="cuda"), torch.randn(70, device="cuda").half()]
     first = tensor_stats(tensors)
     assert all(torch.equal(tensor_stats(tensors), first) for _ in range(5))
 
 
 @PATHS
-def test_stats_and_their_way_to_the_host_never_wait(has_kernels: bool) -> None:
+def test_stats_and_readback_never_wait(has_kernels: bool) -> None:
     tensors = _on_gpu(planted_tensors(2))
     named = {f"layer.{i}": tensor for i, tensor in enumerate(tensors)}
     loss_scale = torch.tensor(2.0**10, device="cuda")
@@ -82,7 +82,7 @@ def test_stats_and_their_way_to_the_host_never_wait(has_kernels: bool) -> None:
     assert_stats_agree(packed, tensors, scale=2.0**10, unscale=2.0**-10)
 
 
-def test_both_paths_count_the_same() -> None:
+def test_both_paths_have_equal_counts() -> None:
     tensors = [t.flatten() for t in _on_gpu(planted_tensors(3)) if t.dtype != torch.float64]
     bound = torch.tensor(2.0**-14, device="cuda")
     exact = [field for field in StatField if field < StatField.SUM_OF_SQUARES]
@@ -91,7 +91,7 @@ def test_both_paths_count_the_same() -> None:
 
 
 @PATHS
-def test_tensors_on_the_host_come_to_the_gpu(has_kernels: bool) -> None:
+def test_tensors_on_the_host_are_moved_to_the_gpu(has_kernels: bool) -> None:
     tensors = [torch.full((i + 1,), float(i + 1)) for i in range(6)]
     mixed = [tensor.cuda() if i % 2 else tensor for i, tensor in enumerate(tensors)]
     stats = tensor_stats(mixed)

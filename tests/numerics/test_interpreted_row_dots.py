@@ -18,7 +18,7 @@ SHAPES = (
 
 
 @pytest.mark.parametrize(("left", "right"), list(itertools.product(FORMATS, repeat=2)))
-def test_dots_are_those_of_float64(left: torch.dtype, right: torch.dtype) -> None:
+def test_dots_equal_those_of_float64(left: torch.dtype, right: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     for n, width in SHAPES:
         parts = [torch.randn(n, width, generator=generator) for _ in range(2)]
@@ -31,7 +31,7 @@ def test_dots_are_those_of_float64(left: torch.dtype, right: torch.dtype) -> Non
         torch.testing.assert_close(row_dots(x, y, torch.float64), dots, rtol=0, atol=bound.max())
 
 
-def test_rows_may_lie_apart_and_columns_are_put_together() -> None:
+def test_rows_may_have_any_stride_and_columns_are_made_contiguous() -> None:
     wide = torch.randn(9, 60)
     for x in (wide[:, 3:40], wide[::2, :37], wide.T[:9, :7], wide[:1].expand(9, -1)):
         torch.testing.assert_close(
@@ -39,7 +39,7 @@ def test_rows_may_lie_apart_and_columns_are_put_together() -> None:
         )
 
 
-def test_what_is_not_finite_stays_in_its_row() -> None:
+def test_non_finite_values_stay_in_their_row() -> None:
     x = torch.ones(6, 300)
     x[1, 299], x[4, 0] = torch.nan, torch.inf
     dots = fused_row_dots(x, torch.ones_like(x))

@@ -50,7 +50,7 @@ def test_tensors_of_several_chunks_are_merged(first: int) -> None:
     assert_stats_agree(fused_stats(tensors, _bound()), tensors)
 
 
-def test_the_merge_of_many_chunks_keeps_them_with_their_tensors() -> None:
+def test_many_chunks_are_merged_into_their_tensors() -> None:
     counts = torch.tensor([300, 0, 1, 129])
     table = torch.zeros(4, len(COLUMNS), dtype=torch.int64)
     table[:, COLUMNS.index("first_chunk")] = counts.cumsum(0) - counts
@@ -66,19 +66,19 @@ def test_the_merge_of_many_chunks_keeps_them_with_their_tensors() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 2.0**-30, math.nan])
 @pytest.mark.parametrize("first", [0, 1])
-def test_counts_hold_a_chunk_full_of_one_kind(value: float, first: int) -> None:
+def test_counts_do_not_overflow_for_a_chunk_of_equal_values(value: float, first: int) -> None:
     """A thread counts in bytes, which must not run over into the next."""
     tensor = torch.full((CHUNK.value + 1,), value)[first : first + CHUNK.value]
     assert_stats_agree(fused_stats([tensor], _bound()), [tensor])
 
 
 @pytest.mark.parametrize("size", [3e38, 1e-19, 1e-22, 1e-44])
-def test_sums_neither_overflow_nor_vanish(size: float) -> None:
+def test_sums_neither_overflow_nor_underflow(size: float) -> None:
     tensors = [torch.rand(1500).clamp_min(0.3) * size, torch.rand(900).bfloat16() * size]
     assert_stats_agree(fused_stats(tensors, _bound()), tensors)
 
 
-def test_stats_are_those_of_the_torch_path() -> None:
+def test_stats_equal_those_of_the_torch_path() -> None:
     tensors = _tensors(2, bad=True)[-3:]
     fused, rows = fused_stats(tensors, _bound()), row_stats(tensors, _bound(), look=True)
     exact = [field for field in StatField if field < StatField.SUM_OF_SQUARES]
@@ -93,7 +93,7 @@ def test_bounds_of_extreme_scales_count_as_on_the_torch_path(bound: float) -> No
     assert fused[0, StatField.SUBNORMALS] == (2 if bound == math.inf else 0)
 
 
-def test_tensor_stats_takes_the_kernels_for_all_but_float64(
+def test_tensor_stats_uses_kernels_for_all_dtypes_but_float64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched = []
@@ -115,7 +115,7 @@ def test_tensor_stats_takes_the_kernels_for_all_but_float64(
 @pytest.mark.parametrize(
     "tensor", [torch.zeros(3).double(), torch.zeros(2, 2), torch.zeros(6)[::2]], ids=str
 )
-def test_what_a_kernel_would_misread_is_refused(tensor: Tensor) -> None:
+def test_tensors_that_a_kernel_would_misread_raise(tensor: Tensor) -> None:
     message = f"strides {tensor.stride()}. Tensors must be contiguous vectors"
     with pytest.raises(ValueError, match=re.escape(message)):
         fused_stats([torch.zeros(1), tensor], _bound())

@@ -74,9 +74,7 @@ def test_a_residual_without_unit_would_carry_14_bits_of_a_thousandth() -> None:
 
 @half_dtypes
 @pytest.mark.parametrize("is_near_ties", [False, True], ids=["random", "near ties"])
-def test_what_a_pair_stands_for_splits_into_the_same_pair(
-    half: torch.dtype, is_near_ties: bool
-) -> None:
+def test_joined_weights_split_into_the_same_pair(half: torch.dtype, is_near_ties: bool) -> None:
     """A run that resumes from fp32 weights has to compute with the same half weights."""
     m = near_ties(half, 200_001) if is_near_ties else values(200_001, -30, 14)
     weight, residual = split_weight(m, half)
@@ -86,7 +84,7 @@ def test_what_a_pair_stands_for_splits_into_the_same_pair(
 
 
 @half_dtypes
-def test_values_that_are_not_finite_have_no_residual(half: torch.dtype) -> None:
+def test_non_finite_values_have_no_residual(half: torch.dtype) -> None:
     largest = torch.finfo(half).max
     m = torch.tensor([torch.inf, -torch.inf, torch.nan, largest, -largest, 0.0, 3e38])
     m = torch.cat([m, torch.tensor([largest * (1 + 2.0**-12)])])
@@ -113,7 +111,7 @@ def test_shapes_and_strides_do_not_matter(half: torch.dtype) -> None:
 
 
 @half_dtypes
-def test_a_residual_of_another_weight_is_left_out(half: torch.dtype) -> None:
+def test_residual_of_another_weight_is_ignored(half: torch.dtype) -> None:
     m = torch.randn(1001) + 3
     weight, residual = split_weight(m, half)
     rest = (residual.double() * residual_unit(half)).abs()
@@ -128,7 +126,7 @@ def test_a_residual_of_another_weight_is_left_out(half: torch.dtype) -> None:
 
 @pytest.mark.slow
 @half_dtypes
-def test_updates_below_half_a_step_add_up(half: torch.dtype) -> None:
+def test_updates_below_half_a_ulp_accumulate(half: torch.dtype) -> None:
     """Kahan's sum: 1000 updates of 1/64 of a step of the weight."""
     update = torch.finfo(half).eps / 64
     weight, residual = split_weight(torch.ones(3), half)
@@ -163,7 +161,7 @@ cases = pytest.mark.parametrize(("half", "lowest", "highest"), CASES.values(), i
 
 
 @cases
-def test_rounding_at_random_is_unbiased_and_meets_only_neighbours(
+def test_stochastic_rounding_is_unbiased_and_returns_neighbours_only(
     half: torch.dtype, lowest: int, highest: int
 ) -> None:
     draws = 4096
@@ -183,7 +181,7 @@ def test_rounding_at_random_is_unbiased_and_meets_only_neighbours(
 
 
 @half_dtypes
-def test_what_half_can_hold_is_never_moved(half: torch.dtype) -> None:
+def test_representable_values_are_not_rounded(half: torch.dtype) -> None:
     m = values(10_001, -24, 14).to(half).float()
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 2.0**-24, -(2.0**-14)])
     m = torch.cat([m, special])
@@ -194,7 +192,7 @@ def test_what_half_can_hold_is_never_moved(half: torch.dtype) -> None:
 
 
 @half_dtypes
-def test_a_generator_makes_rounding_repeatable(half: torch.dtype) -> None:
+def test_generator_makes_rounding_reproducible(half: torch.dtype) -> None:
     m = torch.randn(33, 31)
     runs = [
         round_stochastically(m, half, generator=torch.Generator().manual_seed(seed))
@@ -214,7 +212,7 @@ def test_rounding_takes_any_shape_and_stride(half: torch.dtype) -> None:
 
 
 @half_dtypes
-def test_several_tensors_at_once_get_the_bits_of_each_alone(half: torch.dtype) -> None:
+def test_batched_tensors_are_bitwise_equal_to_single_ones(half: torch.dtype) -> None:
     # Small, without elements, of no dimension, not contiguous, and too large to be joined with any.
     shapes = [(3, 5), (0,), (), (7,), (300, 300), (2, 3, 4)]
     masters = [torch.randn(shape) * 10.0 ** (index - 3) for index, shape in enumerate(shapes)]

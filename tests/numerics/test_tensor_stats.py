@@ -83,7 +83,7 @@ def test_first_non_finite_is_the_first_in_the_order_given() -> None:
 
 
 @pytest.mark.parametrize(("bad", "counts"), [(math.nan, (1, 0)), (-math.inf, (0, 1))])
-def test_first_non_finite_finds_either_kind_alone(bad: float, counts: tuple[int, int]) -> None:
+def test_first_non_finite_finds_nan_and_inf(bad: float, counts: tuple[int, int]) -> None:
     found = first_non_finite([("good", torch.ones(2)), ("bad", torch.tensor([0.0, bad]))])
     assert found == NonFinite("bad", (2,), 2, *counts)
 

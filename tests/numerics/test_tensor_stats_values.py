@@ -47,12 +47,12 @@ def test_stats_equal_the_reference(seed: int, bad: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_unlooked")
 @pytest.mark.parametrize("bad", [False, True])
-def test_stats_equal_the_reference_without_a_look_at_values(bad: bool) -> None:
+def test_stats_equal_the_reference_without_looking_at_values(bad: bool) -> None:
     tensors = planted_tensors(2, bad=bad)
     assert_stats_agree(tensor_stats(tensors, scale=2.0), tensors, scale=2.0)
 
 
-def test_stats_are_the_same_with_and_without_a_look(request: pytest.FixtureRequest) -> None:
+def test_stats_are_equal_with_and_without_looking_at_values(request: pytest.FixtureRequest) -> None:
     """What is passed over would have found nothing; only the units of norms differ."""
     tensors = [torch.randn(3000), torch.rand(2048) + 1, planted_tensors(3)[-2], torch.zeros(5000)]
     looked = tensor_stats(tensors)
@@ -79,7 +79,7 @@ def test_scales_move_the_bounds_and_the_values(scale: float, unscale: float) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bounds_of_fp16_are_where_fp16_has_them(dtype: torch.dtype) -> None:
+def test_subnormal_bound_is_exact_in_fp16(dtype: torch.dtype) -> None:
     values = torch.logspace(-30, -10, 4001, base=2, dtype=torch.float64).to(dtype)
     edges = torch.tensor([2.0**-14, 2.0**-24, 2.0**-25], dtype=dtype)
     values = torch.cat([values, edges, -edges])
@@ -91,7 +91,7 @@ def test_bounds_of_fp16_are_where_fp16_has_them(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_non_finite_values_touch_nothing_but_their_count(bad: float, dtype: torch.dtype) -> None:
+def test_non_finite_values_change_only_their_count(bad: float, dtype: torch.dtype) -> None:
     values = torch.linspace(-2, 3, 2500).to(dtype)
     spoiled = torch.cat([values, torch.tensor([bad, bad], dtype=dtype)])
     (clean_K,), (stats_K,) = tensor_stats([values]), tensor_stats([spoiled])
@@ -110,7 +110,7 @@ def test_tensors_without_finite_values_have_neutral_stats() -> None:
 
 
 @pytest.mark.parametrize("size", [3e38, 1e30, 1e-19, 1e-22, 2e-38, 1e-44])
-def test_sums_of_fp32_values_neither_overflow_nor_vanish(size: float) -> None:
+def test_sums_of_fp32_values_neither_overflow_nor_underflow(size: float) -> None:
     """Squares of 1e-22, as of a second moment, are 0 in fp32; sums of 3e38 are inf."""
     values = torch.rand(5000).clamp_min(0.3) * size
     assert_stats_agree(tensor_stats([values]), [values])
@@ -156,7 +156,7 @@ def test_bounds_of_extreme_scales_count_all_or_nothing(
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-def test_sparse_tensors_count_what_they_store() -> None:
+def test_sparse_tensors_count_stored_values() -> None:
     dense = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, -3.0]])
     rows = torch.tensor([[1.0, 0.0], [2.0, 4.0], [0.0, 8.0]])
     coo = torch.sparse_coo_tensor([[1, 1, 4]], rows, (9, 2), check_invariants=True)
@@ -195,7 +195,7 @@ def test_stats_of_parameters_need_no_graph_and_change_nothing() -> None:
     assert weight._version == version
 
 
-def test_stats_repeat_bit_for_bit_at_any_place_in_the_list() -> None:
+def test_stats_are_bitwise_equal_at_any_position_in_the_list() -> None:
     tensors = [torch.randn(n) for n in (130_000, 300, 2100)]
     first = tensor_stats(tensors)
     assert torch.equal(tensor_stats(tensors), first)
@@ -203,12 +203,12 @@ def test_stats_repeat_bit_for_bit_at_any_place_in_the_list() -> None:
     assert torch.equal(moved[[1, 2, 0]], first)
 
 
-def test_tensors_without_a_float_format_are_refused() -> None:
+def test_tensors_without_a_float_dtype_raise() -> None:
     with pytest.raises(ValueError, match=r"a tensor of torch\.int64 at position 1. .* Leave out"):
         tensor_stats([torch.zeros(3), torch.arange(3)])
 
 
-def test_meta_tensors_are_refused() -> None:
+def test_meta_tensors_raise() -> None:
     with pytest.raises(ValueError, match=r"meta tensor of shape \[2\] at position 0.*to_empty"):
         tensor_stats([torch.zeros(2, device="meta")])
 
@@ -257,7 +257,7 @@ def _process_group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_process_group")
-def test_dtensors_stand_for_their_local_shards() -> None:
+def test_dtensors_contribute_their_local_shards() -> None:
     mesh = init_device_mesh("cpu", (1,))
     shard = torch.randn(5, 300)
     # Of another rank's rows, this rank knows the number.
@@ -268,7 +268,7 @@ def test_dtensors_stand_for_their_local_shards() -> None:
 
 
 @pytest.mark.parametrize("reduce", ["sum", "max"])
-def test_segments_reduce_alike_with_and_without_an_operator_for_them(reduce: str) -> None:
+def test_segments_reduce_equally_with_and_without_segment_reduce(reduce: str) -> None:
     values, lengths = torch.randn(40, 3, dtype=torch.float64), (7, 0, 1, 32, 0)
     together = rows._segments(values, lengths, reduce)
     in_turn = rows._segments_in_turn(values, lengths, reduce)

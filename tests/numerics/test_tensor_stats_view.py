@@ -33,7 +33,7 @@ def test_view_equals_the_reference() -> None:
     assert view.column(StatField.AMAX).tolist() == list(view.amax.values())
 
 
-def test_headroom_counts_the_doublings_until_overflow() -> None:
+def test_headroom_is_the_number_of_doublings_before_overflow() -> None:
     tensors = {
         "one": torch.tensor([1.0, -0.5]),
         "over": torch.tensor([2.0**17]),
@@ -62,7 +62,7 @@ def test_tensors_without_values_have_shares_of_zero() -> None:
         ({"names": ("a", "a")}, "the name 'a' twice"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(changed: dict[str, Any], message: str) -> None:
+def test_inconsistent_lengths_raise(changed: dict[str, Any], message: str) -> None:
     parts: dict[str, Any] = {"names": ("a", "b"), "numels": (1, 2), "stats_NK": np.zeros((2, 5))}
     with pytest.raises(ValueError, match=re.escape(message)):
         TensorStats(**{**parts, **changed})

@@ -69,12 +69,12 @@ def test_capability_of_8_is_needed(
     assert can or "compute capability 7.5" in str(problem)
 
 
-def test_device_is_tried_once(machine: Machine) -> None:
+def test_device_is_probed_once(machine: Machine) -> None:
     assert [triton_problem(GPU) for _ in range(3)] == [None] * 3
     assert machine.launches == 1
 
 
-def test_launch_that_fails_is_warned_of_once_and_torch_goes_on(machine: Machine) -> None:
+def test_failed_launch_warns_once_and_torch_is_used(machine: Machine) -> None:
     machine.error = RuntimeError("Failed to find C compiler.\nSet CC.")
     with pytest.warns(UserWarning, match="RuntimeError: Failed to find C compiler") as caught:
         assert isinstance(tiles_for(GPU, torch.bfloat16), TorchTiles)
@@ -87,23 +87,23 @@ def test_launch_that_fails_is_warned_of_once_and_torch_goes_on(machine: Machine)
     assert machine.launches == 1
 
 
-def test_amd_gpu_gets_no_rows_of_hopper(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amd_gpu_gets_no_configurations_of_hopper(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD" in str(triton_problem(GPU))
     assert machine.launches == 0
     assert isinstance(tiles_for(GPU, torch.bfloat16), TorchTiles)
 
 
-def test_triton_that_is_not_installed_is_named(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_triton_is_the_reason(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert triton_problem(GPU) == "Triton is not installed"
     with pytest.raises(ValueError, match="Triton is not installed"):
         tiles_for(GPU, torch.bfloat16, "triton")
 
 
-def test_cpu_is_no_cuda_device() -> None:
+def test_cpu_is_not_a_cuda_device() -> None:
     assert triton_problem(torch.device("cpu")) == "the device is not a CUDA device"
     features = torch.randn(4, 8)
     with pytest.raises(ValueError, match="the device is not a CUDA device"):

@@ -76,7 +76,7 @@ def _average(rank: int, bucket_bytes: int, hook: str | None) -> dict[str, Tensor
         (2**20, "power", 2**-8),
     ],
 )
-def test_average_has_zeros_for_ranks_without_a_gradient_and_none_where_no_rank_has_one(
+def test_missing_gradients_count_as_zeros_and_stay_none_if_missing_on_all_ranks(
     bucket_bytes: int, hook: str | None, eps: float
 ) -> None:
     first, *others = run_ranks(_average, RANKS, bucket_bytes, hook)
@@ -111,7 +111,7 @@ def _freeze_on_one_rank(rank: int) -> list[str]:
     return said
 
 
-def test_parameter_that_some_ranks_have_frozen_is_refused_on_all_ranks() -> None:
+def test_parameter_frozen_on_some_ranks_raises_on_all_ranks() -> None:
     for said in run_ranks(_freeze_on_one_rank, 2):
         assert [each[:8] for each in said] == ["averaged", "The para", "averaged"]
         assert "'first.weight' is trained on some ranks and frozen on others" in said[1]

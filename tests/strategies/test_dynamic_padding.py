@@ -83,7 +83,7 @@ def _train(rank: int, ranks: int) -> tuple[list[float], Tensor, list[int]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_padded_loader_batches_train_as_one_process_with_the_whole_batch(ranks: int) -> None:
+def test_padded_loader_batches_train_like_one_process_with_the_whole_batch(ranks: int) -> None:
     results = run_ranks(_train, ranks, ranks)
     whole = Model()
     trainer = pl.Trainer(**QUIET, max_epochs=2)

@@ -23,7 +23,7 @@ def _fit(epochs: int, activation_bytes: int = BYTES, path: Any = None, **trainer
     return model, strategy, trainer
 
 
-def test_sizes_are_logged_and_in_checkpoints_and_a_resumed_run_keeps_them(
+def test_auto_sizes_are_logged_stored_in_checkpoints_and_resumed(
     tmp_path: Path, logged: list[str]
 ) -> None:
     logger = CSVLogger(tmp_path, name="", version="")
@@ -45,7 +45,7 @@ def test_sizes_are_logged_and_in_checkpoints_and_a_resumed_run_keeps_them(
     assert relative_error(parameters_of(resumed), start) > 1e-3
 
 
-def test_training_is_that_with_the_size_given() -> None:
+def test_auto_size_trains_like_an_explicit_size() -> None:
     model, strategy, _ = _fit(epochs=1)
     rows = set(strategy._micro_batch_sizes.values())
     assert len(rows) == 1  # two towers alike

@@ -66,7 +66,7 @@ def _buckets_in_training(rank: int, accumulate: int, automatic: bool) -> list[in
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("accumulate", "automatic"), [(1, True), (2, True), (1, False)])
-def test_inf_cl_all_reduces_each_bucket_once_a_step(accumulate: int, automatic: bool) -> None:
+def test_inf_cl_all_reduces_each_bucket_once_per_step(accumulate: int, automatic: bool) -> None:
     for buckets in run_ranks(_buckets_in_training, 2, accumulate, automatic):
         # DDP regroups its buckets after the first step, in the order in which they came.
         first = buckets[: len(buckets) - 3 * (max(buckets) + 1)]
@@ -144,7 +144,7 @@ def test_inf_cl_registered_by_name_trains_on_one_device() -> None:
     assert relative_error(parameters_of(model), start) > 1e-3
 
 
-def test_inf_cl_towers_run_plain_in_validation_and_test() -> None:
+def test_inf_cl_towers_run_plainly_in_validation_and_test() -> None:
     model = TinyCLIP()
     model.visual = nn.Sequential(SeesRows(), model.visual)
     trainer = make_trainer(InfCLStrategy(micro_batch_size=3), max_steps=2, val_check_interval=1)
@@ -158,7 +158,7 @@ def test_inf_cl_towers_run_plain_in_validation_and_test() -> None:
     assert "_compiled_call_impl" not in vars(model.visual)
 
 
-def test_inf_cl_offload_to_host_gives_towers_the_data_sets_dtype() -> None:
+def test_inf_cl_offload_to_host_keeps_the_dtype_of_the_data_set() -> None:
     images = torch.randint(0, 255, (8, WIDTH_IN), dtype=torch.uint8)
     data = DataLoader(TensorDataset(images, torch.randn(8, WIDTH_IN)), batch_size=8)
     model = TinyCLIP()
@@ -170,7 +170,7 @@ def test_inf_cl_offload_to_host_gives_towers_the_data_sets_dtype() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2, 9])
-def test_inf_cl_offload_to_host_gives_identical_numbers(prefetch: int) -> None:
+def test_inf_cl_offload_to_host_trains_bitwise_equal(prefetch: int) -> None:
     weights = []
     for offload in ("none", "host"):
         model = TinyCLIP()
@@ -195,7 +195,7 @@ class OnAnotherDevice(InfCLStrategy):
 
 
 @pytest.mark.parametrize(("offload", "expected"), [("host", "cpu"), ("none", "meta")])
-def test_inf_cl_offload_keeps_training_batches_on_the_host_and_no_others(
+def test_inf_cl_offload_keeps_only_training_batches_on_the_host(
     offload: Any, expected: str
 ) -> None:
     strategy = OnAnotherDevice(offload=offload)
@@ -211,7 +211,7 @@ class WithBatchNorm(TinyCLIP):
         self.visual = nn.Sequential(nn.BatchNorm1d(WIDTH_IN), self.visual, nn.BatchNorm1d(WIDTH))
 
 
-def test_inf_cl_batch_norm_warns_once_and_updates_its_buffers_once_a_step() -> None:
+def test_inf_cl_batch_norm_warns_once_and_updates_buffers_once_per_step() -> None:
     model = WithBatchNorm()
     data = loader(16, 8)
     trainer = make_trainer(
@@ -265,7 +265,7 @@ class ManyWays(TinyCLIP):
 # Dynamo looks at `.grad` of whatever a compiled module is given, as in plain training.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_inf_cl_towers_in_many_ways_equal_plain_training(compiled: bool) -> None:
+def test_inf_cl_towers_called_in_various_ways_train_like_plain_towers(compiled: bool) -> None:
     expected, model = ManyWays(), ManyWays(compiled)
     make_trainer(DDPStrategy(), max_steps=4).fit(expected, loader(32, 8))
     towers = ["model.image", "encode", "model.text"]
@@ -326,7 +326,7 @@ def test_inf_cl_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*WeightAveraging.*")
-def test_inf_cl_weight_averaging_averages_what_was_trained() -> None:
+def test_inf_cl_weight_averaging_averages_the_trained_weights() -> None:
     averages = weight_averaging()
     results = []
     for strategy in (InfCLStrategy(micro_batch_size=3), DDPStrategy()):

@@ -59,7 +59,7 @@ class LosesItsRanks(TinyCLIP):
         return super().training_step(batch, batch_idx)
 
 
-def test_inf_cl_error_of_a_collective_names_the_training_step() -> None:
+def test_inf_cl_collective_error_names_the_training_step() -> None:
     with pytest.raises(CollectiveError, match=r"`ContrastiveLoss` failed\. .* at step 2\.$"):
         make_trainer(InfCLStrategy(), max_steps=4).fit(LosesItsRanks(), loader(64, 8))
 
@@ -75,7 +75,7 @@ def test_inf_cl_error_of_a_collective_names_the_training_step() -> None:
         ("log_scale", "no such submodule or method"),
     ],
 )
-def test_inf_cl_unknown_tower_lists_near_names(name: str, hint: str) -> None:
+def test_inf_cl_unknown_tower_lists_similar_names(name: str, hint: str) -> None:
     model = TinyCLIP()
     with pytest.raises(MisconfigurationException, match=hint):
         make_trainer(InfCLStrategy(towers=[name]), max_steps=1).fit(model, loader(8, 8))
@@ -110,7 +110,7 @@ def test_inf_cl_compiled_lightning_module_raises() -> None:
 
 
 @pytest.mark.parametrize("plugin", [FSDPPrecision("bf16-mixed"), FSDPBalancedAMP()])
-def test_inf_cl_with_a_plugin_for_shards_is_refused_when_constructed(plugin: Any) -> None:
+def test_inf_cl_with_a_plugin_for_sharded_models_raises_at_construction(plugin: Any) -> None:
     with pytest.raises(MisconfigurationException, match=r"Pass `BalancedAMP\(\)` instead"):
         InfCLStrategy(precision_plugin=plugin)
     with pytest.raises(MisconfigurationException, match=type(plugin).__name__):
@@ -120,7 +120,7 @@ def test_inf_cl_with_a_plugin_for_shards_is_refused_when_constructed(plugin: Any
 
 
 @pytest.mark.parametrize("strategy", [InfCLStrategy, InfCLModelParallelStrategy])
-def test_help_says_what_the_arguments_of_the_cache_do(strategy: type) -> None:
+def test_help_explains_the_arguments_of_the_cache(strategy: type) -> None:
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(strategy, "strategy")
     said = " ".join(parser.format_help().split())

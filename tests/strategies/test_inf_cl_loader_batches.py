@@ -82,7 +82,7 @@ def _fit_on_ranks(rank: int, batch_size: int, n: int) -> tuple[list[Tensor], Ten
 
 
 @pytest.mark.distributed
-def test_gathered_batches_of_distributed_samplers_equal_big_ones() -> None:
+def test_gathered_batches_of_distributed_samplers_equal_large_batches() -> None:
     expected, gathered = run_ranks(_fit_on_ranks, 2, 12, 1), run_ranks(_fit_on_ranks, 2, 4, 3)
     for (batches, weights), (whole, whole_weights) in zip(gathered, expected, strict=True):
         assert all(torch.equal(*two) for two in zip(batches, whole, strict=True))
@@ -106,7 +106,7 @@ def _collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**batch, "array": batch["ids"].numpy(), "vocabulary": 99, "scale": torch.tensor(2.0)}
 
 
-def test_batches_of_every_kind_are_those_of_a_big_loader() -> None:
+def test_gathered_batches_of_every_type_equal_those_of_a_large_loader() -> None:
     small = DataLoader(Rows(), batch_size=2, collate_fn=_collate)
     for whole, big in zip(
         gather_batches(small, 2),
@@ -130,12 +130,12 @@ def test_batches_of_every_kind_are_those_of_a_big_loader() -> None:
         ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "the same fields"),
     ],
 )
-def test_batches_that_do_not_fit_together_are_refused(batches: Any, message: str) -> None:
+def test_loader_batches_that_do_not_match_raise(batches: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         list(gather_batches(batches, 2))
 
 
-def test_batches_of_growing_size_are_gathered() -> None:
+def test_loader_batches_of_growing_size_are_gathered() -> None:
     parts = [torch.arange(n) + n for n in (1, 5, 2, 9)]
     (whole,) = gather_batches(parts, 4)
     assert torch.equal(whole, torch.cat(parts))
@@ -163,7 +163,7 @@ class Watches(Dataset):
 
 
 @pytest.mark.slow
-def test_one_whole_batch_stands_in_host_memory() -> None:
+def test_host_memory_holds_one_gathered_batch() -> None:
     strategy = InfCLStrategy(micro_batch_size=3, loader_batches_per_step=3, offload="host")
     make_trainer(strategy, max_epochs=1).fit(NotesBatches(), DataLoader(Watches(), batch_size=4))
     assert len(Watches.batches) == 4

@@ -164,7 +164,7 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_train_as_one_process(results: Any, name: str) -> None:
+def test_two_ranks_train_like_one_process(results: Any, name: str) -> None:
     case, model = CASES[name], TinyCLIP(dropout=0.0, **_without_layout(CASES[name]))
     model.double()
     start = parameters_of(model)
@@ -184,7 +184,7 @@ def _without_layout(case: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in case.get("model", {}).items() if k != "layout"}
 
 
-def test_gradients_are_scattered_once_a_step(results: Any) -> None:
+def test_gradients_are_reduce_scattered_once_per_step(results: Any) -> None:
     # One a group of parameters: two towers and the head.
     for name, each in {"equal": 3, "plain head": 2, "blocks": 5, "methods": 1}.items():
         counts = results[name]["counts"]
@@ -193,7 +193,7 @@ def test_gradients_are_scattered_once_a_step(results: Any) -> None:
     assert results["accumulated"]["counts"] == steps
 
 
-def test_size_is_found_in_step_with_the_other_rank(results: Any) -> None:
+def test_auto_size_is_found_in_step_with_the_other_rank(results: Any) -> None:
     sizes = results["auto"]["sizes"]
     assert set(sizes) == {"visual", "text"}
     assert all(1 <= rows < 12 for rows in sizes.values())

@@ -78,7 +78,7 @@ def _resume(rank: int, folder: str, distributed: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("half", "bound"), [("fp16", 2**-9), pytest.param("bf16", 2**-7, marks=pytest.mark.sweep)]
 )
-def test_half_precision_and_clipping_train_as_fp32(half: str, bound: float) -> None:
+def test_half_precision_and_clipping_train_like_fp32(half: str, bound: float) -> None:
     model = TinyCLIP(dropout=0.0)
     make_trainer("auto", max_epochs=1, gradient_clip_val=0.05).fit(
         model, batches(dtype=torch.float32)
@@ -119,7 +119,7 @@ def _thaw(rank: int) -> list[float]:
     return [start, float(model.log_scale)]
 
 
-def test_whole_parameter_that_is_trained_later_stays_the_same_on_all_ranks() -> None:
+def test_parameter_that_is_not_sharded_and_unfrozen_later_stays_equal_on_all_ranks() -> None:
     (start, first), (_, second) = run_ranks(_thaw, RANKS)
     assert first == second != start
 
@@ -166,7 +166,7 @@ def _refuse(rank: int) -> dict[str, str]:
     return messages
 
 
-def test_what_cannot_work_is_refused_on_all_ranks() -> None:
+def test_unsupported_set_ups_raise_on_all_ranks() -> None:
     for messages in run_ranks(_refuse, RANKS):
         assert set(messages) == set(REFUSED)
         for name, (_, _, said) in REFUSED.items():
@@ -185,10 +185,10 @@ def _leave_whole(rank: int) -> str:
     return str(caught.value)
 
 
-def test_model_that_is_not_sharded_is_refused() -> None:
+def test_model_without_sharded_modules_raises() -> None:
     assert "`InfCLStrategy`, which is DDP" in run_ranks(_leave_whole, 1)[0]
 
 
-def test_sizes_of_meshes_are_refused() -> None:
+def test_mesh_sizes_raise() -> None:
     with pytest.raises(ValueError, match="must be 'auto', as all ranks share the batch"):
         InfCLModelParallelStrategy(tensor_parallel_size=2)

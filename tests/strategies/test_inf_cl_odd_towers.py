@@ -46,7 +46,7 @@ def _check(results: dict[str, tuple[float, float]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
-def test_inf_cl_odd_tower_trains_as_without_the_cache(name: str) -> None:
+def test_inf_cl_unusual_tower_trains_like_without_the_cache(name: str) -> None:
     _check(_compare(0, 1, [name]))
 
 
@@ -55,12 +55,12 @@ REDUCED = ["hooks", "reentrant checkpoint", "frozen with an adapter", "gradients
 
 
 @pytest.mark.distributed
-def test_inf_cl_odd_towers_train_on_two_ranks_as_without_the_cache() -> None:
+def test_inf_cl_unusual_towers_train_on_two_ranks_like_without_the_cache() -> None:
     for results in run_ranks(_compare, 2, 2, REDUCED):
         _check(results)
 
 
-def test_inf_cl_hooks_fire_once_a_parameter_and_step() -> None:
+def test_inf_cl_hooks_fire_once_per_parameter_and_step() -> None:
     model = _train(Hooked, InfCLStrategy(micro_batch_size=3), 1)
     count = len(list(model.parameters())) * STEPS
     assert model.calls == {"hooks": count, "post": count}

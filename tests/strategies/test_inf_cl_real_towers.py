@@ -163,13 +163,13 @@ def _check(error: float, moved: float) -> None:
 @pytest.mark.slow
 @UNUSED
 @pytest.mark.parametrize("name", MODELS)
-def test_inf_cl_real_towers_train_as_without_the_cache(name: str) -> None:
+def test_inf_cl_real_towers_train_like_without_the_cache(name: str) -> None:
     _check(*_compare(0, 1, name))
 
 
 @pytest.mark.distributed
 @UNUSED
-def test_inf_cl_real_towers_train_on_two_ranks_as_without_the_cache() -> None:
+def test_inf_cl_real_towers_train_on_two_ranks_like_without_the_cache() -> None:
     for result in run_ranks(_compare, 2, 2, "CLIP"):
         _check(*result)
 
@@ -183,7 +183,7 @@ AVERAGES: dict[str, Callable[[], pl.Callback]] = {
 @pytest.mark.sweep
 @UNUSED
 @pytest.mark.parametrize("average", AVERAGES)
-def test_inf_cl_averaged_weights_are_those_without_the_cache(average: str) -> None:
+def test_inf_cl_averaged_weights_equal_those_without_the_cache(average: str) -> None:
     options = {"max_epochs": 3, "callbacks": [AVERAGES[average]()]}
     expected = _train(_clip, DDPStrategy(find_unused_parameters=True), **options)
     last = _train(_clip, DDPStrategy(find_unused_parameters=True), max_epochs=3)

@@ -157,7 +157,7 @@ SOME = ["progressive", "unused"]
     ],
     ids=["1", "2", "2-sharded", "3", "3-all"],
 )
-def test_what_is_frozen_and_thawed_trains_as_in_one_process(
+def test_towers_frozen_and_unfrozen_train_like_in_one_process(
     expected: dict[str, Tensor], world_size: int, sharded: bool, schedules: list[str]
 ) -> None:
     first, *others = run_ranks(_train, world_size, world_size, sharded, schedules)

@@ -94,7 +94,7 @@ def _compare(rank: int, names: Sequence[str], steps: int) -> dict[str, tuple[flo
     ],
     ids=["1", "2", "1-all", "2-all"],
 )
-def test_inf_cl_steps_give_the_weights_of_training_without_it(
+def test_inf_cl_trains_the_same_weights_as_plain_training(
     world_size: int, names: Sequence[str], steps: int
 ) -> None:
     for rank, results in enumerate(run_ranks(_compare, world_size, names, steps)):
@@ -121,7 +121,7 @@ def _train_a_share(rank: int, sizes: list[int]) -> Tensor:
 
 
 @pytest.mark.distributed
-def test_inf_cl_unequal_shares_of_a_batch_train_as_the_whole_batch_does_plainly() -> None:
+def test_inf_cl_unequal_rank_batches_train_like_the_global_batch() -> None:
     model = TinyCLIP(dropout=0.0)
     start = parameters_of(model)
     batches = list(loader(count=24 * 5, batch_size=24))

@@ -37,7 +37,9 @@ def loss_of(batch: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("counts", [[2, 2, 2, 2], [3, 1, 2, 3], [1, 1, 1, 1]])
-def test_several_texts_an_image_are_joined_with_their_row_numbers(counts: list[int]) -> None:
+def test_several_texts_per_image_are_concatenated_with_shifted_row_numbers(
+    counts: list[int],
+) -> None:
     parts = [several_texts(counts, 1), several_texts(counts[::-1], 2)]
     whole = several_texts([*counts, *counts[::-1]])
     whole |= {name: torch.cat([part[name] for part in parts]) for name in ("image", "text")}
@@ -49,7 +51,7 @@ def test_several_texts_an_image_are_joined_with_their_row_numbers(counts: list[i
     assert abs(loss_of(naive) - loss_of(whole)) > 0.01, "numbers that are only joined are others"
 
 
-def test_several_texts_an_image_may_be_declared_as_so_many_rows() -> None:
+def test_several_texts_per_image_may_be_declared_as_rows_per_sample() -> None:
     parts = [several_texts([2] * 4, seed) for seed in range(3)]
     roles = {"text": "2 rows", "positives": "row numbers of text"}
     first, last = gather_batches(parts, 2, **roles)
@@ -61,7 +63,7 @@ def test_several_texts_an_image_may_be_declared_as_so_many_rows() -> None:
 
 
 @pytest.mark.parametrize("texts", [(9, 8), (8, 8)])
-def test_several_texts_that_are_not_declared_are_refused_with_the_declaration(texts: Any) -> None:
+def test_undeclared_several_texts_raise_and_suggest_roles(texts: Any) -> None:
     batches = [{"image": torch.ones(4, 2), "text": torch.rand(n, 3)} for n in texts]
     shapes = rf"float32 of shape \[{texts[0]}, 3\] and torch.float32 of shape \[{texts[1]}, 3\]"
     declared = "rows" if texts[0] == 9 else "2 rows"
@@ -83,7 +85,7 @@ def test_several_texts_that_are_not_declared_are_refused_with_the_declaration(te
         ),
     ],
 )
-def test_wrong_row_numbers_are_refused(
+def test_wrong_row_numbers_raise(
     positives: list[float], roles: dict[str, str], message: str
 ) -> None:
     batch = {"image": torch.ones(4, 2), "positives": torch.tensor(positives)}
@@ -110,7 +112,7 @@ IDS = {
 
 
 @pytest.mark.parametrize("case", IDS)
-def test_ids_numbered_within_a_loader_batch_are_refused(case: str) -> None:
+def test_ids_numbered_within_a_loader_batch_raise(case: str) -> None:
     ids, is_local = IDS[case]
     batches = [{"image": torch.ones(16, 2), "ids": ids}] * 2
     if not is_local:
@@ -123,13 +125,13 @@ def test_ids_numbered_within_a_loader_batch_are_refused(case: str) -> None:
     assert torch.equal(whole["ids"], torch.cat([ids, ids]))
 
 
-def test_ids_differ_in_later_loader_batches_and_are_those_of_the_data_set() -> None:
+def test_ids_of_the_data_set_are_concatenated() -> None:
     batches = [{"image": torch.ones(8, 2), "ids": torch.arange(8) + 8 * n} for n in range(4)]
     (whole,) = gather_batches(batches, 4)
     assert whole["ids"].tolist() == list(range(32))
 
 
-def test_sequences_of_other_lengths_are_padded_as_declared() -> None:
+def test_sequences_of_different_lengths_are_padded_as_declared() -> None:
     lengths = (3, 5, 2)
     batches = [
         {"tokens": torch.full((4, n), n), "attention_mask": torch.ones(4, n, dtype=torch.bool)}
@@ -144,7 +146,7 @@ def test_sequences_of_other_lengths_are_padded_as_declared() -> None:
         list(gather_batches(batches, 3, attention_mask="mask"))
 
 
-def test_what_is_whole_in_the_first_loader_batches_stays_whole_in_a_short_one() -> None:
+def test_whole_field_stays_whole_in_a_short_loader_batch() -> None:
     classes, prompt = ["cat", "dog"], torch.rand(2, 3)
     sizes = (4, 4, 2)
     batches = [{"x": torch.rand(n, 2), "classes": classes, "prompt": prompt} for n in sizes]
@@ -161,19 +163,19 @@ def test_what_is_whole_in_the_first_loader_batches_stays_whole_in_a_short_one() 
 @pytest.mark.parametrize(
     "values", [("a secret", "another"), (torch.tensor(1.5), torch.tensor(2.5))]
 )
-def test_messages_hold_no_values_of_the_data_set(values: Any) -> None:
+def test_messages_contain_no_values_of_the_data_set(values: Any) -> None:
     with pytest.raises(ValueError, match="`n`, which differs between loader batches") as error:
         list(gather_batches([{"x": torch.rand(4, 2), "n": value} for value in values], 2))
     assert not any(word in str(error.value) for word in ("secret", "tensor(", "1.5"))
 
 
-def test_field_with_other_rows_than_the_batch_is_refused() -> None:
+def test_field_with_another_number_of_rows_raises() -> None:
     batches = [{"x": torch.rand(4, 2), "y": torch.rand(n, 2), "z": torch.rand(4)} for n in (4, 1)]
     with pytest.raises(ValueError, match="`y` with 1 rows, but its role is 'rows'"):
         list(gather_batches(batches, 2))
 
 
-def test_strategy_tells_what_fields_of_a_batch_are() -> None:
+def test_strategy_returns_the_roles_of_the_fields_of_a_batch() -> None:
     strategy = InfCLStrategy(roles={**SEVERAL, "prompt": "whole"})
     batch = {**several_texts([2, 1]), "prompt": torch.ones(2, 3), "names": ["a", "b"], "n": 3}
     assert strategy.roles_of(batch) == {
@@ -196,7 +198,7 @@ def _batches(positives: Any, count: int = 2) -> list[dict[str, Any]]:
     ],
     ids=["permuted", "padded", "array", "list", "several texts"],
 )
-def test_positives_numbered_within_a_loader_batch_are_refused(positives: Any) -> None:
+def test_positives_numbered_within_a_loader_batch_raise(positives: Any) -> None:
     gathered = gather_batches(_batches(positives), 2)
     with pytest.raises(ValueError, match=r"`extra.positives` .* numbers the rows of each loader"):
         list(gathered)
@@ -213,12 +215,12 @@ def test_positives_numbered_within_a_loader_batch_are_refused(positives: Any) ->
         torch.ones(8, 4, dtype=torch.bool),
     ],
 )
-def test_other_things_named_positives_are_joined(positives: Tensor) -> None:
+def test_positives_that_are_not_row_numbers_are_concatenated(positives: Tensor) -> None:
     (whole,) = gather_batches(_batches(positives), 2)
     assert torch.equal(whole["extra"]["positives"], torch.cat([positives] * 2))
 
 
-def test_row_numbers_under_another_name_are_warned_of_and_joined() -> None:
+def test_row_numbers_under_another_name_warn_and_are_concatenated() -> None:
     rows = torch.arange(8)
     with pytest.warns(UserWarning, match=r"`\[1\]` .*If the numbers are labels"):
         list(gather_batches([(torch.ones(8, 2), rows)] * 2, 2))
@@ -255,5 +257,5 @@ def _warnings(rank: int) -> list[int]:
 
 
 @pytest.mark.distributed
-def test_ids_that_every_rank_numbers_from_0_on_are_warned_of_once() -> None:
+def test_ids_that_every_rank_numbers_from_0_warn_once() -> None:
     assert run_ranks(_warnings, 2) == [[1, 0, 0], [0, 0, 0]]

@@ -123,7 +123,9 @@ def _check(whole: SeesBatches, resumed: SeesBatches, step: int, is_drawn: bool =
 @pytest.mark.parametrize(
     "kind", ["shuffled", "in order", "own generator", "drawn", "subset", "weighted", "workers"]
 )
-def test_plain_loader_goes_on_by_indices(kind: str, tmp_path: Path, logged: list[str]) -> None:
+def test_plain_loader_resumes_by_skipping_indices(
+    kind: str, tmp_path: Path, logged: list[str]
+) -> None:
     whole = _fit(kind, tmp_path)
     for step in (3, 8):
         logged.clear()
@@ -135,7 +137,7 @@ def test_plain_loader_goes_on_by_indices(kind: str, tmp_path: Path, logged: list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stateful", "stream"])
-def test_stateful_loader_goes_on_with_the_next_batch(
+def test_stateful_loader_resumes_at_the_next_batch(
     kind: str, tmp_path: Path, logged: list[str]
 ) -> None:
     whole = _fit(kind, tmp_path)
@@ -148,7 +150,7 @@ def test_stateful_loader_goes_on_with_the_next_batch(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
-def test_loader_of_an_unknown_order_begins_anew(tmp_path: Path, logged: list[str]) -> None:
+def test_loader_of_unknown_order_starts_again(tmp_path: Path, logged: list[str]) -> None:
     whole = _fit("unknown", tmp_path)
     resumed = _fit("unknown", None, ckpt_path=tmp_path / "step=3.ckpt")
     assert any("starts again from the first batch, because the order" in line for line in logged)
@@ -168,7 +170,7 @@ def test_loader_of_an_unknown_order_begins_anew(tmp_path: Path, logged: list[str
         (("shuffled", 1), ("shuffled", 3), "does not contain the position of the loader"),
     ],
 )
-def test_checkpoint_of_another_loader_begins_anew_and_says_so(
+def test_checkpoint_of_another_loader_starts_again_with_a_log_line(
     before: tuple[str, int],
     after: tuple[str, int],
     reason: str,
@@ -184,7 +186,7 @@ def test_checkpoint_of_another_loader_begins_anew_and_says_so(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shuffled", "workers"])
-def test_epoch_that_max_steps_cut_short_goes_on(kind: str, tmp_path: Path) -> None:
+def test_epoch_ended_by_max_steps_resumes(kind: str, tmp_path: Path) -> None:
     whole = _fit(kind, None)
     _fit(kind, tmp_path, max_steps=3)
     # Lightning counts the epoch as a whole one, and goes on with the number of the next.
@@ -194,9 +196,7 @@ def test_epoch_that_max_steps_cut_short_goes_on(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
-def test_checkpoint_without_a_state_of_the_loader_is_told(
-    tmp_path: Path, logged: list[str]
-) -> None:
+def test_checkpoint_without_a_loader_state_is_logged(tmp_path: Path, logged: list[str]) -> None:
     whole, path = _fit("in order", tmp_path), tmp_path / "step=3.ckpt"
     checkpoint = torch.load(path, weights_only=False)
     del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
@@ -227,7 +227,7 @@ def _fit_on_ranks(rank: int, folder: Path, step: int | None) -> tuple[list[Tenso
 
 
 @pytest.mark.distributed
-def test_each_rank_goes_on_with_its_own_next_batch(tmp_path: Path) -> None:
+def test_each_rank_resumes_at_its_own_next_batch(tmp_path: Path) -> None:
     # 30 rows a rank: 3 whole batches an epoch.
     whole = run_ranks(_fit_on_ranks, 2, tmp_path, None)
     resumed = run_ranks(_fit_on_ranks, 2, tmp_path, 5)
@@ -237,7 +237,7 @@ def test_each_rank_goes_on_with_its_own_next_batch(tmp_path: Path) -> None:
     assert not torch.equal(whole[0][0][0], whole[1][0][0])
 
 
-def test_loaders_have_the_states_that_they_can_use() -> None:
+def test_loader_states_depend_on_the_sampler() -> None:
     gathered = gather_batches(_loader("stateful"), 3)
     batches = iter(gathered)
     next(batches)
