@@ -1,4 +1,4 @@
-"""`PrecisionPreflight`: which modules half precision hurts, and the settings that mend it."""
+"""`PrecisionPreflight`: names the modules that half precision hurts, and settings that mend it."""
 
 import os
 import sys
@@ -29,25 +29,27 @@ __all__ = ["PrecisionPreflight"]
 
 @explains_arguments(checks={"steps": "[1, inf)", "dirpath": PATH})
 class PrecisionPreflight(pl.Callback):
-    r"""Compares the first steps in half with fp32, module by module, and says what mends them.
+    r"""Compares the first steps with fp32, module by module, and prints settings that mend them.
 
-    Each of the first batches is run in fp32 and under the precision plugin, from the same weights
-    and generators, before its step is taken. Each module is run by itself, fed what it is fed in
-    half, so that its own error is told from those handed in. The yardstick is gradient noise:
+    Before the step of each of the first batches, the batch is run in fp32 and under the precision
+    plugin, from the same weights and generators. Each module also runs alone on its inputs of the
+    half run, which separates its own error from the errors of its inputs. The error of a gradient
+    is measured in units of gradient noise:
 
     .. math::
         r = \max_p \frac{\lVert g_{16}^p - g_{32}^p \rVert}{\lVert g_{32}^p(B_1) -
             g_{32}^p(B_2) \rVert}
 
-    for the halves :math:`B_1, B_2` of the batch. An :math:`r` below 5% is clean. Otherwise modules
-    are tried in fp32, and the lines of YAML that mend it are logged. Dropout is left out of all
-    runs. Weights, optimizers, generators, buffers, metrics and the data are as before, bit for bit.
+    for the halves :math:`B_1, B_2` of the batch. An :math:`r` below 5% is clean. Otherwise other
+    loss scales, `inf_clamp`, `fp32_modules`, `fp32_ops` and the other dtype are tried, each by a
+    run, and the YAML of the cheapest remedy is logged. All runs leave out dropout. Weights,
+    optimizers, generators, buffers, metrics and data stay as they were, bit for bit.
 
     Args:
-        steps: Batches that are looked at.
-        dirpath: The folder to write the page `preflight.html` to. By default that of
-            `InstabilityReport`, which links to it, and none without a report.
-        stops: Whether the run ends after them, as with `lightning-mp preflight`.
+        steps: Number of batches to compare.
+        dirpath: Folder for the page `preflight.html`. The default is the folder of
+            `InstabilityReport`, which links to the page; without a report there is no page.
+        stops: Whether the run ends after these batches, as with `lightning-mp preflight`.
 
     Raises:
         ValueError: An argument is out of range.
@@ -60,15 +62,15 @@ class PrecisionPreflight(pl.Callback):
         self.dirpath = dirpath
         self.stops = stops
         self.result: Preflight | None = None
-        """What was found, from the last of the steps on."""
+        """The result, complete after the last of the steps."""
         self.failure: str | None = None
-        """Why nothing was measured."""
+        """The reason if nothing was measured."""
         self.settings = ""
-        """The lines of YAML that mend what was found."""
+        """The YAML of the remedy."""
         self.text = ""
-        """The verdict, the modules with the largest errors, and these settings."""
+        """The verdict, the modules with the largest errors, and the settings."""
         self.path: Path | None = None
-        """Of the page, on rank zero, where one was written."""
+        """Path of the page on rank zero; `None` if none was written."""
         self._seen, self._wanted = 0, steps
 
     @override
@@ -77,7 +79,7 @@ class PrecisionPreflight(pl.Callback):
         self._wanted = int(min(self.steps, trainer.estimated_stepping_batches))
         reason = None
         if trainer.global_step > 0:
-            self._seen = self._wanted  # a run that goes on was looked at when it began
+            self._seen = self._wanted  # a resumed run was compared when it began
         elif not pl_module.automatic_optimization:
             reason = usage("preflight_manual")
         elif is_sharded(trainer):
@@ -97,7 +99,7 @@ class PrecisionPreflight(pl.Callback):
         self._seen += 1
         try:
             with ExitStack() as stack:
-                if "torch._dynamo" in sys.modules:  # hooks inside of compiled code are not called
+                if "torch._dynamo" in sys.modules:  # hooks inside compiled code do not run
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(undisturbed(trainer, batch))
                 self._look(trainer, batch, batch_idx)

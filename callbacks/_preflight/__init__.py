@@ -1,1 +1,1 @@
-"""Compares a training step in half with the same step in fp32, module by module."""
+"""Compares a training step in half precision with the same step in fp32, module by module."""

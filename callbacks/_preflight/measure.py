@@ -17,6 +17,7 @@ from lightning_mp.callbacks._preflight.runs import Run, Runs
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.gradient_cache._served.arguments import is_array, open_tree, rows_of
 from lightning_mp.numerics.floats import HALF_DTYPES
+from lightning_mp.precision._weights.half_module import is_compiled
 
 __all__ = ["error_of", "module_errors", "relative"]
 
@@ -32,7 +33,8 @@ def module_errors(runs: Runs) -> tuple[Preflight, Run, dict[str, float]]:
         raise ValueError(usage("preflight_not_finite", loss=whole.loss))
     noise = _noise(runs, whole)
     half = runs.in_half(records=True)
-    notes: list[str] = []
+    is_any_compiled = any(is_compiled(module) for module in runs.module.modules())
+    notes = ["Compiled modules were compared in eager mode."] if is_any_compiled else []
     modules: list[ModuleError] = []
     for path, module in runs.named_modules():
         if path not in whole.calls or path not in half.calls:

@@ -1,4 +1,4 @@
-"""The page of a preflight: the verdict, a picture of errors by module, the table, the settings."""
+"""The page of a preflight: verdict, settings, a picture of errors by module, and a table."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["preflight_page"]
 
-_ROWS = 40  # of the picture
-_LOW, _HIGH = -6.0, 1.0  # powers of ten that it reaches
-_LEFT, _WIDTH, _HEIGHT = 330, 560, 20  # of its parts, in units of the picture
+_ROWS = 40  # modules in the picture
+_LOW, _HIGH = -6.0, 1.0  # powers of ten on the axis
+_LEFT, _WIDTH, _HEIGHT = 330, 560, 20  # width of names and axis, height of a row
 _ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 _PAGE = Template("""<!doctype html>
@@ -76,19 +76,18 @@ $rows
 
 
 def preflight_page(found: Preflight, title: str, verdict: str, settings: str) -> str:
-    """Return a page of HTML that needs no script and no other file.
+    """Return a self-contained page of HTML without scripts.
 
     Args:
         found: The result.
-        title: The name of the model.
-        verdict: The result in one sentence.
-        settings: The lines of YAML that mend it, if there are any.
+        title: Name of the model.
+        verdict: The result in words.
+        settings: The YAML of the remedy, or an empty string.
     """
     half = "fp16" if found.half == torch.float16 else "bf16"
     rows = "\n".join(f"<tr>{_row('td', cells_of(found, each))}</tr>" for each in found.modules)
     mends = (
-        f"<section><h2>What mends it</h2>\n{_comparison(found)}<pre>{escape(settings)}</pre>"
-        "</section>"
+        f"<section><h2>Settings</h2>\n{_comparison(found)}<pre>{escape(settings)}</pre></section>"
         if settings
         else ""
     )
@@ -126,13 +125,13 @@ def _row(tag: str, cells: Sequence[str]) -> str:
 
 
 def _x(error: float) -> float:
-    """Return the place of an error on the logarithmic axis."""
+    """Return the position of an error on the logarithmic axis."""
     power = _HIGH if not math.isfinite(error) else math.log10(max(error, 1e-30))
     return _LEFT + _WIDTH * (min(max(power, _LOW), _HIGH) - _LOW) / (_HIGH - _LOW)
 
 
 def _picture(found: Preflight) -> str:
-    # The first ones are those with the largest errors; drawn in the order of the model.
+    # The modules with the largest errors, in the order of the model.
     chosen = {each.path for each in found.modules[:_ROWS]}
     shown = [each for each in sorted(found.modules, key=lambda m: m.order) if each.path in chosen]
     bottom = _HEIGHT * (len(shown) + 1)

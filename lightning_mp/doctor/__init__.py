@@ -1,1 +1,1 @@
-"""`lightning-mp doctor`: what is wrong with the configuration of a run, before its first batch."""
+"""`lightning-mp doctor` and `preflight`: find problems of a run before it trains."""

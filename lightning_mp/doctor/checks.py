@@ -1,4 +1,4 @@
-"""The checks of `lightning-mp doctor`, each a function from a run to its findings."""
+"""The checks of `lightning-mp doctor`; each yields findings about a run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _SHOWN = 3  # names in one finding
 
 
 def set_up(run: StartedRun) -> Iterator[Finding]:
-    """The set-up is refused: by a class of the config, by Lightning, or by a plugin."""
+    """A class of the config, Lightning or a plugin raises an error during the set-up."""
     if run.error is None or any(unknown_modules(run)):
-        return  # where another check names the cause
+        return  # another check names the cause
     message = reason_of(str(run.error)) or str(run.error)
-    # The errors of this package end with what to do.
+    # The errors of this package end with the remedy.
     what, _, change = message.rpartition(". ")
     yield Finding(
         "set-up",
@@ -44,20 +44,20 @@ def set_up(run: StartedRun) -> Iterator[Finding]:
 
 
 def precision_flag(run: StartedRun) -> Iterator[Finding]:
-    """`precision` stands beside a precision plugin."""
+    """`precision` is set beside a precision plugin."""
     if run.has_both_precisions:
         flag = run.trainer_settings["precision"]
         yield Finding(
             "precision flag",
             "wrong",
-            f"`trainer.precision: {flag}` stands beside a precision plugin.",
-            "A Trainer takes one of the two and raises an error.",
+            f"`trainer.precision: {flag}` is set beside a precision plugin.",
+            "A Trainer accepts only one of the two, and raises an error.",
             f"Remove `precision: {flag}` from `trainer`.",
         )
 
 
 def unknown_modules(run: StartedRun) -> Iterator[Finding]:
-    """A name in `fp32_modules` or `inf_clamp` stands for no module of the model."""
+    """`fp32_modules` or `inf_clamp` names a module that the model does not have."""
     if run.model is None:
         return
     for name, arguments in run.plugins:
@@ -71,13 +71,13 @@ def unknown_modules(run: StartedRun) -> Iterator[Finding]:
                         f"unknown name in `{argument}`",
                         "wrong",
                         f"`{name}({argument}={given})`: {error}",
-                        "The plugin refuses the model.",
+                        "The plugin raises an error.",
                         f"Correct or remove {module!r} in `{argument}`.",
                     )
 
 
 def epsilon(run: StartedRun) -> Iterator[Finding]:
-    """The epsilon of an optimizer is lost in the dtype of its states."""
+    """The epsilon of an optimizer rounds to zero in the dtype of its states."""
     for optimizer in _plain_optimizers(run):
         assert run.model is not None
         reports = check_adam_epsilon(optimizer, named_parameters=run.model.named_parameters())
@@ -87,7 +87,7 @@ def epsilon(run: StartedRun) -> Iterator[Finding]:
             yield Finding(
                 "epsilon",
                 "wrong",
-                f"`{type(optimizer).__name__}` steps {_count(unsafe)} in half precision, such as "
+                f"`{type(optimizer).__name__}` updates {_count(unsafe)} in half precision, such as "
                 f"`{name}`.",
                 f"{report}.",
                 "optimizer: SafeAdamW",
@@ -104,9 +104,9 @@ def optimizer_states(run: StartedRun) -> Iterator[Finding]:
                 "optimizer states",
                 "wrong",
                 f"`{type(optimizer).__name__}` keeps the states of {_count(half)} in {dtype}.",
-                "A moment that moves by (1 - beta) of a difference stops where that is less than "
-                "half a unit in the last place, and so does a weight whose update is.",
-                "plugins: BalancedAMP, or optimizer: SafeAdamW, which keep fp32.",
+                "Moments and weights stop changing when an update is below half a unit in the last "
+                "place of the dtype.",
+                "plugins: BalancedAMP, or optimizer: SafeAdamW, which keep states in fp32.",
             )
 
 
@@ -121,14 +121,13 @@ def accumulation(run: StartedRun) -> Iterator[Finding]:
             "accumulation in half precision",
             "wrong",
             f"`accumulate_grad_batches={batches}` adds gradients of {dtype}.",
-            f"A gradient that is less than {torch.finfo(dtype).eps / 2:.1e} of the sum so far is "
-            "lost.",
+            f"A gradient below {torch.finfo(dtype).eps / 2:.1e} of the accumulated sum is lost.",
             "plugins: BalancedAMP, which accumulates in fp32.",
         )
 
 
 def checkpoint_dtype(run: StartedRun) -> Iterator[Finding]:
-    """Checkpoints hold half weights, and nothing holds the rest."""
+    """Checkpoints hold weights in half precision only."""
     if run.is_set_up and run.model is not None and _plain_optimizers(run):
         half = [name for name, p in run.model.named_parameters() if _trains_half(p)]
         if half:
@@ -150,7 +149,7 @@ def batch_norm(run: StartedRun) -> Iterator[Finding]:
         try:
             tower = find_tower(run.model, name)
         except ValueError:
-            continue  # the set-up has refused the name
+            continue  # the set-up raises an error for the name
         norms = [path for path, m in tower.module.named_modules() if isinstance(m, _BatchNorm)]
         if norms:
             yield Finding(
@@ -158,27 +157,27 @@ def batch_norm(run: StartedRun) -> Iterator[Finding]:
                 "wrong",
                 f"The tower `{name}` has BatchNorm ({len(norms)} layers, such as "
                 f"`{name}.{norms[0]}`).",
-                "They normalise by the statistics of a micro-batch: the gradients are not those "
-                "of the whole batch.",
-                "Replace them by LayerNorm or GroupNorm, or freeze them (`eval()`).",
+                "BatchNorm normalises by the statistics of a micro-batch, so the gradients differ "
+                "from those of the rank batch.",
+                "Replace BatchNorm by LayerNorm or GroupNorm, or freeze it (`eval()`).",
             )
 
 
 def unused_parameters(run: StartedRun) -> Iterator[Finding]:
-    """A gradient cache is told to search for unused parameters."""
+    """`find_unused_parameters` is set for a gradient cache."""
     strategy = _caching_strategy(run)
     if strategy is not None and getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters"):
         yield Finding(
             "`find_unused_parameters`",
             "advice",
             f"`{type(strategy).__name__}(find_unused_parameters=True)`.",
-            "DDP walks the graph in each step. The strategy averages what trains without it.",
+            "DDP searches the graph in every step, which the strategy does not need.",
             "Remove `find_unused_parameters` from the strategy.",
         )
 
 
 def drop_last(run: StartedRun) -> Iterator[Finding]:
-    """The last batch of a contrastive run is short."""
+    """The last batch of a contrastive epoch is shorter than the others."""
     loader = run.loader
     if _caching_strategy(run) is None or not isinstance(loader, DataLoader) or loader.drop_last:
         return
@@ -191,13 +190,13 @@ def drop_last(run: StartedRun) -> Iterator[Finding]:
             "`drop_last`",
             "advice",
             f"The last batch of an epoch has {rows % size} rows, the others {size}.",
-            "Its pairs have fewer negatives, and their loss has another expectation.",
+            "The pairs of a short batch have fewer negatives, so their loss is on another scale.",
             "DataLoader(..., drop_last=True)",
         )
 
 
 def compiled_modules(run: StartedRun) -> Iterator[Finding]:
-    """Monitors look into modules that `torch.compile` has compiled."""
+    """A monitor watches modules inside a compiled one."""
     if run.model is None:
         return
     compiled = [name or "model" for name, m in run.model.named_modules() if _is_compiled(m)]
@@ -207,13 +206,13 @@ def compiled_modules(run: StartedRun) -> Iterator[Finding]:
             "compiled modules",
             "advice",
             f"`{looking[0]}` watches `{compiled[0]}`, which `torch.compile` compiles.",
-            "Hooks do not run inside compiled code: the output of the whole module alone is seen.",
+            "Hooks do not run inside compiled code: the monitor only sees the module's output.",
             "Compile blocks (`block.compile()`), and name the blocks in `modules`.",
         )
 
 
 def callbacks(run: StartedRun) -> Iterator[Finding]:
-    """Callbacks that end the run at a step which another one would mend."""
+    """A callback ends the run at a step that another callback would mend."""
     guards = [c for c in run.callbacks if isinstance(c, SpikeGuard)]
     mending = next((c for c in guards if c.action in ("skip", "rewind")), None)
     if mending is None:
@@ -224,30 +223,30 @@ def callbacks(run: StartedRun) -> Iterator[Finding]:
             yield Finding(
                 "callbacks",
                 "wrong",
-                f"`NonFiniteLocator(action={callback.action!r})` stands beside {shown}.",
-                "The locator ends the run at the step that the guard is to mend.",
+                f"`NonFiniteLocator(action={callback.action!r})` is used with {shown}.",
+                "The locator ends the run at the step that the guard would mend.",
                 'NonFiniteLocator(action="warn")',
             )
         if isinstance(callback, EarlyStopping) and callback.check_finite:
             yield Finding(
                 "callbacks",
                 "advice",
-                f"`EarlyStopping(check_finite=True)` stands beside {shown}.",
-                f"It ends the run when `{callback.monitor}` is NaN once.",
+                f"`EarlyStopping(check_finite=True)` is used with {shown}.",
+                f"The run ends the first time that `{callback.monitor}` is not finite.",
                 "EarlyStopping(check_finite=False, ...)",
             )
     if run.trainer_settings.get("detect_anomaly"):
         yield Finding(
             "callbacks",
             "wrong",
-            f"`trainer.detect_anomaly: true` stands beside {shown}.",
+            f"`trainer.detect_anomaly: true` is used with {shown}.",
             "The backward raises an error at the first NaN, before the guard sees the step.",
             "Remove `detect_anomaly`; NonFiniteLocator names the module.",
         )
 
 
 def tensor_cores(run: StartedRun) -> Iterator[Finding]:
-    """Sizes of matrix products that tensor cores pad."""
+    """Linear layers have sizes that 8 does not divide."""
     computes_half = run.trainer is not None and run.trainer.precision != "32-true"
     if run.model is None or not computes_half:
         return
@@ -260,7 +259,7 @@ def tensor_cores(run: StartedRun) -> Iterator[Finding]:
         yield Finding(
             "sizes for tensor cores",
             "advice",
-            f"{len(odd)} linear layers have a size that 8 does not divide: {_listed(odd)}.",
+            f"Linear layers have sizes that 8 does not divide ({len(odd)}): {_listed(odd)}.",
             "Half-precision matrix products of such sizes run on padded copies or without tensor "
             "cores.",
             "Round widths, class counts and vocabularies up to multiples of 8.",
@@ -272,11 +271,11 @@ CHECKS: tuple[Callable[[StartedRun], Iterator[Finding]], ...] = (
     checkpoint_dtype, batch_norm, unused_parameters, drop_last, compiled_modules, callbacks,
     tensor_cores,
 )  # fmt: skip
-"""All checks but that of memory, which makes model and data itself."""
+"""All checks except memory, which makes model and data itself."""
 
 
 def _plain_optimizers(run: StartedRun) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that no plugin of this package steps in fp32."""
+    """Return the optimizers, unless a plugin of this package runs them in fp32."""
     plugin = None if run.trainer is None else run.trainer.precision_plugin
     return [] if isinstance(plugin, ScaledPrecision) else run.optimizers
 

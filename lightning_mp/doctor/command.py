@@ -1,4 +1,4 @@
-"""The command `lightning-mp doctor`; it imports what it needs when it runs."""
+"""The command `lightning-mp doctor`; heavy imports happen when it runs."""
 
 __all__ = ["doctor"]
 
@@ -6,16 +6,16 @@ __all__ = ["doctor"]
 def doctor(
     config: str | None = None, gpu_memory: float = 80.0, host_memory: float = 1000.0
 ) -> None:
-    """Say what is wrong with the configuration of a run, without a batch.
+    """Check the configuration of a run, without running a batch.
 
-    Model, data, optimizers and Trainer are set up as `fit` does, on one device of this machine.
-    Each finding says what the configuration does, why it matters and which line to change. The exit
-    code is 1 where something is wrong, so that the command can serve in continuous integration.
+    Model, data, optimizers and Trainer are set up as in `fit`, on one device of this machine. Each
+    finding says what the configuration does, why it matters and which line to change. The exit code
+    is 1 if a finding is an error, so that the command can run in continuous integration.
 
     Args:
         config: YAML file of a run, as for `lightning-mp fit --config`.
-        gpu_memory: Memory of each GPU that the run will have, in GiB.
-        host_memory: Memory of each of its nodes, in GiB.
+        gpu_memory: Memory of a GPU of the run, in GiB.
+        host_memory: Memory of a node of the run, in GiB.
     """
     if config is None:
         raise SystemExit("lightning-mp doctor: pass the YAML file of a run by `--config`.")

@@ -10,11 +10,11 @@ class Finding(NamedTuple):
 
     Attributes:
         kind: The name of the check.
-        severity: `"wrong"` where the run fails or trains something other than the configuration
-            asks for; `"advice"` where it is slower, larger or less accurate than it could be.
+        severity: `"wrong"` if the run fails or does not train what the configuration asks for;
+            `"advice"` if it is slower, larger or less accurate than necessary.
         what: What the configuration does.
-        why: What follows from it.
-        change: The line to change, or to add.
+        why: The consequence.
+        change: The line to change or to add.
     """
 
     kind: str
@@ -24,7 +24,7 @@ class Finding(NamedTuple):
     change: str
 
     def lines(self) -> list[str]:
-        """Return the finding as it is printed."""
+        """Return the lines that the doctor prints."""
         return [
             f"{self.severity.upper()}: {self.kind}",
             f"  What:   {self.what}",

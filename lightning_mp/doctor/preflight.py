@@ -1,19 +1,19 @@
-"""The command `lightning-mp preflight`; it imports what it needs when it runs."""
+"""The command `lightning-mp preflight`; heavy imports happen when it runs."""
 
 __all__ = ["preflight"]
 
 
 def preflight(config: str | None = None, steps: int = 4, dirpath: str | None = None) -> None:
-    """Say which modules half precision hurts, and which settings mend them, by a few batches.
+    """Name the modules that half precision hurts, and print settings that mend them.
 
-    The first batches of the run are compared in half and in fp32, module by module, with
-    `PrecisionPreflight`, on one device of this machine; only the page is written, if it has a
-    folder. The exit code is 1 where half precision adds errors that matter.
+    `PrecisionPreflight` compares the first batches of the run in half precision and in fp32, module
+    by module, on one device of this machine. The exit code is 1 if half precision adds errors that
+    matter.
 
     Args:
         config: YAML file of a run, as for `lightning-mp fit --config`.
-        steps: Batches that are looked at.
-        dirpath: Folder to write the page `preflight.html` to.
+        steps: Number of batches to compare.
+        dirpath: Folder for the page `preflight.html`; without it, no file is written.
     """
     if config is None:
         raise SystemExit("lightning-mp preflight: pass the YAML file of a run by `--config`.")
@@ -34,9 +34,9 @@ def preflight(config: str | None = None, steps: int = 4, dirpath: str | None = N
     except (OSError, ValueError) as error:
         raise SystemExit(f"lightning-mp preflight: {error}") from None
     if run.error is not None:
-        raise SystemExit(f"lightning-mp preflight: the run could not start: {run.error}")
+        raise SystemExit(f"lightning-mp preflight: the run cannot start: {run.error}")
     if callback.result is None:
-        reason = callback.failure or "the run has fewer batches than that"
+        reason = callback.failure or f"the run has fewer than {steps} batches."
         raise SystemExit(f"lightning-mp preflight: {reason}")
     print(callback.text)
     if callback.path is not None:

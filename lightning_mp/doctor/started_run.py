@@ -1,8 +1,8 @@
-"""`StartedRun`: a run of a config file, set up by Lightning as `fit` does, and stopped there.
+"""`StartedRun`: the run of a config file, set up as in `fit` and stopped before its first batch.
 
-Everything that `Trainer.fit` does before its first batch is done: data are prepared, the model is
-configured, and the strategy and the precision plugin set up model and optimizers. Callbacks and
-loggers of the config are made and inspected; none of their hooks runs, so that nothing is written.
+Data are prepared, the model is configured, and the strategy and the precision plugin set up model
+and optimizers. The callbacks and loggers of the config are made, but none of their hooks runs, so
+that nothing is written.
 """
 
 import logging
@@ -26,7 +26,7 @@ from lightning_mp.cli.lightning_cli import LightningMPCLI
 
 __all__ = ["StartedRun", "start"]
 
-# Arguments of `fit`, which a saved config may hold, and which no Trainer takes.
+# Arguments of `fit` in a saved config, which a Trainer does not take.
 _OF_FIT = ("ckpt_path", "weights_only", "subcommand")
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric")
@@ -34,7 +34,7 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric")
 
 @dataclass
 class StartedRun:
-    """What there is to inspect; what could not be made is `None` or empty.
+    """The objects of a run; an object that could not be made is `None` or empty.
 
     Attributes:
         settings: The config as it was read.
@@ -42,10 +42,10 @@ class StartedRun:
         model: The LightningModule.
         callbacks: The callbacks of the config.
         optimizers: The optimizers, set up by the precision plugin.
-        is_set_up: Whether the set-up came to its end.
-        error: What the config or the set-up was refused with.
+        is_set_up: Whether the set-up is complete.
+        error: The error that the config or the set-up raised.
         loader: The training loader.
-        notes: What could not be looked at, and why.
+        notes: What could not be inspected, and why.
     """
 
     settings: dict[str, Any]
@@ -76,14 +76,14 @@ class StartedRun:
 
     @property
     def has_both_precisions(self) -> bool:
-        """Whether `precision` stands beside a precision plugin, which no Trainer takes."""
+        """Whether `precision` is set beside a precision plugin, which no Trainer accepts."""
         names = {cls.__name__ for cls in _subclasses(Precision)}
         is_named = any(name in names for name, _ in self.plugins)
         return is_named and self.trainer_settings.get("precision") is not None
 
 
 class _SetUpError(Exception):
-    """Ends `fit` where the set-up is complete."""
+    """Ends `fit` when the set-up is complete."""
 
 
 class _StopsAfterSetUp(Callback):
@@ -98,7 +98,7 @@ class _StopsAfterSetUp(Callback):
             self._run.loader = trainer.train_dataloader
         except Exception as error:
             self._run.notes.append(f"The training loader could not be made: {error}")
-        self._inspect(self._run)  # here, before the plugin and the strategy undo what they set up
+        self._inspect(self._run)  # before plugin and strategy undo their set-up
         raise _SetUpError
 
 
@@ -112,16 +112,17 @@ def start(
 
     Args:
         config: The YAML file.
-        inspect: Called once: when all is set up, or when the set-up was refused.
-        callback: The only callback of the run, which stops it later; `None` stops it there.
-        trainer: Arguments of the Trainer in place of those of the config.
+        inspect: Called once, after the set-up or its failure.
+        callback: The only callback of the run, which stops it later; `None` stops it after the
+            set-up.
+        trainer: Arguments of the Trainer that replace those of the config.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: The file holds no mapping.
     """
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a `class_path` may lead to code beside the config
+        sys.path.insert(0, os.getcwd())  # a `class_path` may name code beside the config
     settings = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise ValueError(
@@ -129,12 +130,12 @@ def start(
             "`lightning-mp fit --config`."
         )
     settings = settings.get("fit", settings)
-    for name in lightning_mp.__all__:  # known by their bare names, as to `LightningMPCLI`
+    for name in lightning_mp.__all__:  # so that bare class names are known
         getattr(lightning_mp, name)
     run = StartedRun(settings)
     loggers = {name: logging.getLogger(name).level for name in _LOGGERS}
     try:
-        for name in loggers:  # what a Trainer says of devices would stand among the findings
+        for name in loggers:  # messages about devices would interrupt the findings
             logging.getLogger(name).setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -173,7 +174,7 @@ def _set_up(run: StartedRun, callback: Callback, trainer: dict[str, Any]) -> Non
 
 
 def _on_this_machine(run: StartedRun) -> dict[str, Any]:
-    """Return arguments of the Trainer in place of those for machines that are not here."""
+    """Return arguments of the Trainer for this machine."""
     changed: dict[str, Any] = {"devices": 1, "num_nodes": 1}
     settings = run.trainer_settings
     if not torch.cuda.is_available():
@@ -182,9 +183,9 @@ def _on_this_machine(run: StartedRun) -> dict[str, Any]:
         name = strategy.get("class_path", "") if isinstance(strategy, dict) else strategy
         if "fsdp" in str(name).lower():
             changed["strategy"] = "auto"
-            run.notes.append("FSDP needs a GPU: the strategy was left out.")
+            run.notes.append("The FSDP strategy, which needs a GPU, was left out.")
     if run.has_both_precisions:
-        changed["precision"] = None  # so that all else can be looked at
+        changed["precision"] = None  # so that the other checks can run
     return changed
 
 

@@ -409,9 +409,11 @@ def test_compiled_and_checkpointed_modules_are_looked_at() -> None:
     model.blocks[2].forward = lambda x: torch.utils.checkpoint.checkpoint(  # type: ignore[method-assign]
         first, x, use_reentrant=False
     )
-    result = look(model, "BalancedAMP fp16").result
+    callback = look(model, "BalancedAMP fp16")
+    result = callback.result
     assert result is not None
     assert result.remedy.fp32_modules == ("blocks.1.weak",)
+    assert "Compiled modules were compared in eager mode." in callback.text
 
 
 def _on_ranks(rank: int) -> tuple[str, Tensor]:
