@@ -29,7 +29,7 @@ def letters(fonts: tuple[str, ...] = FONTS, shifts: int = 3) -> tuple[Tensor, Te
     """Draw every letter in every font, at `shifts` positions on each axis.
 
     Returns:
-        Images of shape (N, 1, 16, 16) in 0 to 1, and the letter's number of each, of shape (N,).
+        Images of shape (N, 1, 16, 16) in [0, 1], and labels of shape (N,).
     """
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     images, labels = [], []

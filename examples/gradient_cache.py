@@ -12,7 +12,7 @@ def main() -> tuple[float, float]:
     """Compute the gradients of 234 pairs, as a whole and in micro-batches of 32.
 
     Returns:
-        The relative difference of the gradients, and the share of the batch that a tower holds.
+        The relative difference of the gradients, and the largest share of the batch in a tower.
     """
     torch.manual_seed(0)
     left, right = letters(("DejaVuSans",))[0], letters(("DejaVuSerif",))[0]

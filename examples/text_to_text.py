@@ -60,7 +60,7 @@ class Names(pl.LightningDataModule):
     """Nine tenths of the characters for training, the rest for validation.
 
     Args:
-        batch_size: Pairs in a step.
+        batch_size: Pairs of a training batch.
     """
 
     def __init__(self, batch_size: int = 512) -> None:
@@ -88,7 +88,7 @@ class TextToText(pl.LightningModule):
     """One tower for both texts, called twice per step; the strategy creates micro-batches.
 
     Args:
-        width: Channels.
+        width: Channels of the tower.
     """
 
     def __init__(self, width: int = 64) -> None:
@@ -107,7 +107,7 @@ class TextToText(pl.LightningModule):
         letters = self.embedding(lower).transpose(1, 2)
         hidden = F.gelu(self.near(letters))
         hidden = hidden + F.gelu(self.far(hidden))
-        # Padding must not be the maximum.
+        # Excludes padding from the maximum.
         hidden = hidden.masked_fill((codes == 0)[:, None], -torch.inf).amax(2)
         return F.normalize(self.head(hidden), dim=1)
 

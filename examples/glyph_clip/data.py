@@ -21,8 +21,8 @@ Batch = dict[str, Tensor]
 class BatchLoader:
     """Returns batches of a table in memory.
 
-    The 33,000 glyphs are one uint8 tensor of 32 MiB, and a batch is one indexing of it:
-    worker processes would cost more than they bring.
+    The 33,000 glyphs are a uint8 tensor of 32 MiB, and a batch is one indexing operation, for which
+    worker processes would cost more than they save.
 
     Shapes:
         Yields image ``(b, H, W)`` uint8, text ``(b, L)`` uint8 and name_id ``(b,)`` int32.
@@ -50,13 +50,13 @@ class GlyphData(LightningDataModule):
     """Pairs of glyphs and Unicode names: trains on sans and STIX fonts, tests on a serif font.
 
     Args:
-        batch_size: Least number of pairs in a global batch, over all ranks.
+        batch_size: Smallest number of pairs in a global batch, over all ranks.
         eval_batch_size: Pairs of a rank's batch in validation and test.
-        validation_fonts: Fonts taken out of the training set to tune on, never the test family.
-            Empty trains on all and skips validation.
-        seed: Fixes the order of the batches.
-        cache_dir: Where the rendered glyphs are kept; None is `cache` beside this file.
-        progress: Whether to show a bar while rendering.
+        validation_fonts: Training fonts that are held out for validation. If empty, all are trained
+            on and validation is skipped.
+        seed: Seed of the order of the batches.
+        cache_dir: Folder of the rendered glyphs; `None` means `cache` beside this file.
+        progress: Whether to show a progress bar while rendering.
 
     Raises:
         ValueError: If `validation_fonts` names a font that is not a training font.

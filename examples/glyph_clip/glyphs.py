@@ -23,8 +23,8 @@ IMAGE_SIZE = 32
 NAME_LENGTH = 80
 # Unicode names contain only these characters; code 0 is padding.
 ALPHABET = " -0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# An em of 24 in 32 pixels leaves ascenders, descenders and most wide symbols inside the frame at
-# one common scale, so that size and height, which tell "O" from "o" or "," from "'", stay visible.
+# An em of 24 in 32 pixels keeps ascenders, descenders and most wide symbols inside the frame at a
+# common scale, so that size and height still distinguish "O" from "o" and "," from "'".
 EM_PIXELS = 24
 BASELINE = 24
 MARGIN = 1
@@ -85,7 +85,8 @@ def encode_names(names: Sequence[str]) -> npt.NDArray[np.uint8]:
         codes = [ALPHABET.find(character) + 1 for character in name[:NAME_LENGTH]]
         if 0 in codes:
             raise ValueError(
-                f"Passed the name {name!r}. Names are written in {ALPHABET!r}. Use upper case."
+                f"Passed the name {name!r}. Names may have the characters {ALPHABET!r}. Use upper "
+                "case."
             )
         codes_NL[row, : len(codes)] = codes
     return codes_NL

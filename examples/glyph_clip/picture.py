@@ -49,7 +49,7 @@ def _best(scores_N: Tensor, answer: int, top: int) -> tuple[list[int], str]:
     """Return the first retrieved rows, and the rank of the positive if it is not among them."""
     found: list[int] = scores_N.topk(top).indices.tolist()
     rank = 1 + int((scores_N > scores_N[answer]).sum())
-    return found, "" if answer in found else f"right: rank {rank}"
+    return found, "" if answer in found else f"correct: rank {rank}"
 
 
 def _names_to_glyphs(axes: Axes, table: GlyphTable, queries: list[int], scores_NN: Tensor) -> None:
@@ -79,7 +79,7 @@ def _glyphs_to_names(axes: Axes, table: GlyphTable, queries: list[int], scores_N
 def draw_retrieval(path: Path, table: GlyphTable, image_ND: Tensor, text_ND: Tensor) -> None:
     """Save a picture: names with their top five glyphs, glyphs with their top names.
 
-    The queries are drawn at random, so it shows failures as often as they occur.
+    The queries are a random sample, so failures appear as often as they occur.
     """
     queries = np.random.default_rng(0).choice(len(table), 2 * QUERIES, replace=False).tolist()
     scores_NN = torch.as_tensor(image_ND @ text_ND.T)

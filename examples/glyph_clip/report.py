@@ -110,7 +110,7 @@ def memory_lines(
         lambda pairs: model({"image": images[:pairs], "text": texts[:pairs]}),
         PRECISIONS["32-true"],
     )
-    saved = [tower.saved_per_pair for tower in towers.values()]  # bytes, for the backward
+    saved = [tower.saved_per_pair for tower in towers.values()]  # bytes saved for the backward
     fp32, workspace = 4, DEFAULT_WORKSPACE_BYTES["cpu"]
     bytes_of = {
         # One tower at a time replays one micro-batch.

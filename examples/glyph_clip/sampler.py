@@ -18,21 +18,21 @@ from torch.utils.data import DistributedSampler
 class TwinFreeSampler(DistributedSampler[Tensor]):
     """Forms batches such that no name occurs twice in a *global* batch.
 
-    Two rows of one name in a batch ("A" in bold and "A" in italics) are false negatives: the loss
-    pushes the first image from the second's text, which is its own. A plain shuffle of the glyphs
-    puts a twin beside three rows in ten of a batch of 2048.
+    Two rows with the same name in a batch ("A" in bold and "A" in italics) are false negatives: the
+    loss pushes the first image away from the second text, which is the same text. After a plain
+    shuffle, three in ten rows of a batch of 2048 share their name with another row.
 
-    Rows lie in a line, names in random order, the rows of a name side by side, and are dealt in
-    turn to ``K = N // batch_size`` batches: a name with at most K rows never meets itself. Each
-    rank then takes every W-th row of a batch, so sizes differ by at most one between batches and
-    between ranks, and every row is served once an epoch.
+    The rows are sorted by name, with the names in random order, and dealt in turn to
+    ``K = N // batch_size`` batches, so a name with at most K rows comes at most once in a batch.
+    Each rank then takes every W-th row of a batch. Sizes therefore differ by at most one between
+    batches and between ranks, and every row is served once an epoch.
 
     Args:
-        name_ids: One integer a row, ``(N,)``; equal integers are twins.
-        batch_size: Least number of rows in a global batch.
+        name_ids: An integer for each row, ``(N,)``; rows with the same name have the same integer.
+        batch_size: Smallest number of rows in a global batch.
         num_replicas: Number of ranks W.
         rank: This rank.
-        seed: With the epoch it fixes the order, the same on every rank.
+        seed: Seed of the order, together with the epoch; the same on every rank.
     """
 
     # A `DistributedSampler`, which Lightning does not replace. It would distribute the batches of
@@ -80,7 +80,7 @@ class TwinFreeSampler(DistributedSampler[Tensor]):
 class RowSampler(DistributedSampler[Tensor]):
     """Returns each row once over all ranks, in order, for validation and test.
 
-    `DistributedSampler` itself repeats rows until every rank has as many, and repeated rows would
+    `DistributedSampler` repeats rows until every rank has the same number, and repeated rows would
     count twice in a recall.
     """
 

@@ -19,9 +19,9 @@ MAX_WORD_LENGTH = 24
 def jitter(image_b1HW: Tensor, strength: float) -> Tensor:
     """Vary glyphs as fonts do: size, width, slant, position and stroke weight.
 
-    A new family draws each character a little different; eight styles of two families do not
-    show that, so a tower without it learns those drawings by heart. With strength 1, width and
-    height vary by 8% and slant by 10% (standard deviations).
+    Every font family draws characters a little differently, but training has only eight styles of
+    two families; without the variation a tower overfits to those drawings. With strength 1, the
+    standard deviations of width and height are 8%, that of the slant is 10%.
     """
     b = len(image_b1HW)
     normal_6b = torch.randn(6, b, device=image_b1HW.device) * strength
@@ -49,7 +49,7 @@ def _neighbour_max(image_b1HW: Tensor) -> Tensor:
 class GlyphTower(nn.Module):
     """Encodes uint8 glyph images.
 
-    The last stage has `width` channels, the earlier ones a quarter and a half of them.
+    The last stages have `width` channels, the first two a quarter and a half of that.
 
     Shapes:
         image ``(b, H, W)`` uint8 with H = W = 32; returns ``(b, D)``.
@@ -89,8 +89,8 @@ class GlyphTower(nn.Module):
 def hash_words(text_bL: Tensor, table: Tensor) -> Tensor:
     """Hash each word to an integer, the same on every machine and in every process.
 
-    Each character at each place of a word has a random integer, and a word is their sum, so that
-    "ACUTE" is one number wherever it stands, and an anagram another.
+    Each character at each position of a word has a random integer, and the hash of a word is their
+    sum, so that a word has the same hash anywhere in a name, and its anagrams have others.
 
     Shapes:
         text ``(b, L)``, table ``(characters, MAX_WORD_LENGTH)``; returns ``(b, S)`` int64, 0 where
@@ -109,9 +109,9 @@ def hash_words(text_bL: Tensor, table: Tensor) -> Tensor:
 class NameTower(nn.Module):
     """Encodes names from their character codes.
 
-    Characters become words, and words and pairs of neighbours become rows of two hashed tables;
-    their sum knows a name's words and most of their order ("SMALL LETTER A WITH ACUTE" is no
-    "SMALL LETTER ACUTE WITH A"). A two-layer network then lets words change one another's meaning.
+    Words and pairs of adjacent words are looked up in two hashed embedding tables. The sum of their
+    embeddings represents the words of a name and most of their order ("SMALL LETTER A WITH ACUTE"
+    differs from "SMALL LETTER ACUTE WITH A"); a two-layer network then mixes them.
 
     Shapes:
         text ``(b, L)`` uint8; returns ``(b, D)``.

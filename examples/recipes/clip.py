@@ -24,17 +24,17 @@ class RecipeCLIP(pl.LightningModule):
     """Two encoders and a contrastive loss; pass `encode_image` and `encode_text` as towers.
 
     Args:
-        library: Where the model comes from.
-        config: Of transformers, the arguments of its `CLIPConfig`; of open_clip, `model_name` and
-            others of its `create_model`.
-        lock_image: Do not train the image encoder, as LiT; load one that has been trained.
-        optimizer: `"adafactor"` is transformers'. The paper's is that of ViT-g: its first moment is
-            in half, and its second decays by 0.95, where this one's is in fp32 and decays by
-            `1 - t^-0.8`. `"adamw"` is torch's.
-        lr: The peak of the learning rate.
-        weight_decay: Of all weights.
-        betas: Decay of the moments; `"adafactor"` takes the first.
-        warmup_epochs: Until the peak; a cosine to 0 follows.
+        library: The library that makes the model.
+        config: Arguments of `transformers.CLIPConfig`, or of `open_clip.create_model`, such as
+            `model_name`.
+        lock_image: Freeze the image encoder, as LiT does; load a trained one.
+        optimizer: `"adafactor"` of transformers, or `"adamw"` of torch. The paper uses the
+            AdaFactor of ViT-g, whose first moment is in half precision and whose second moment
+            decays by 0.95; that of transformers is in fp32 and decays by `1 - t^-0.8`.
+        lr: Peak learning rate.
+        weight_decay: Weight decay of all parameters.
+        betas: Decay of the moments; `"adafactor"` uses the first.
+        warmup_epochs: Epochs of warm-up, before a cosine decay to 0.
     """
 
     def __init__(

@@ -42,12 +42,12 @@ class ImageTextShards(pl.LightningDataModule):
 
     Args:
         urls: Shards, such as `shards/{00000..00099}.tar`.
-        pairs: Of an epoch, all ranks together.
-        batch_size: Of a rank.
-        image_size: Edge in pixels.
+        pairs: Pairs of an epoch, over all ranks.
+        batch_size: Pairs of a rank batch.
+        image_size: Edge of the images in pixels.
         context_length: Tokens of a text.
-        workers: Of a rank.
-        shuffle: Pairs that are mixed.
+        workers: Worker processes of a rank.
+        shuffle: Size of the shuffle buffer in pairs.
     """
 
     def __init__(
