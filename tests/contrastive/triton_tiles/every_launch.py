@@ -70,7 +70,9 @@ def fullest_launches(arch: int) -> list[Launch]:
     with launches_in(arch) as found, fake_gpu(arch):
         said = {"ids": _ids(8187), "statistics": True}
         call(low, 8187, 768, BF16, **said)
-        call(judged, 8192, 768, BF16, ids=_ids(8192), statistics=True, **_guides(8192, BF16))
+        # The shapes with and without ids may differ.
+        for ids in ({}, {"ids": _ids(8192)}):
+            call(judged, 8192, 768, BF16, statistics=True, **ids, **_guides(8192, BF16))
         call(SigmoidContrastiveLoss(**ONE_BLOCK, tile_dtype="fp32"), 8187, 768, BF16, **said)
         call(ContrastiveLoss(**ONE_BLOCK), 8187, 768, FP32, **said)  # whose products are kept
     return [launch for launch in found.values() if launch.multiplies]
