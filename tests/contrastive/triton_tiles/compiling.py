@@ -1,7 +1,7 @@
-"""Compiles kernels of single launches for GPUs that are not there, for tests of what they must be.
+"""Compiles the kernels of launches without a GPU, for tests.
 
-What was read is kept in pytest's cache, under all that can change it, so a change compiles the
-kernels that it can break, and two workers compile none twice.
+Results are stored in pytest's cache. A change of the sources compiles only the kernels that it
+affects, and two workers compile no kernel twice.
 """
 
 import functools
@@ -21,7 +21,7 @@ __all__ = ["Compiled", "compiler", "kernels_of"]
 
 @contextmanager
 def kernels_of(config: pytest.Config) -> Iterator[Compiler]:
-    """Set up what compiles launches, with pytest's cache: the body of a module's fixture."""
+    """Yield a compiler of launches that uses pytest's cache, for a fixture."""
     with tempfile.TemporaryDirectory() as folder:
         has_cache = config.pluginmanager.hasplugin("cacheprovider")
         yield Compiler(config.cache.mkdir("compiled_kernels") if has_cache else Path(folder))
@@ -31,7 +31,7 @@ def kernels_of(config: pytest.Config) -> Iterator[Compiler]:
 def compiler(
     config: pytest.Config, launch: Callable[[Any], None]
 ) -> Iterator[Callable[[Any], Compiled]]:
-    """Set up what compiles a request, which names its `kernel` and `arch`; `launch` launches it."""
+    """Yield a function that compiles the kernel of a request, which `launch` launches."""
     with kernels_of(config) as compile_:
 
         @functools.cache

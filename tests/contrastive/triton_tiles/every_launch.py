@@ -1,8 +1,7 @@
-"""Everything that launchers ask Triton for, over the cross product of options.
+"""All launches of the package's kernels, over the cross product of options.
 
-Calls are whole losses, forward and backward, as the operators run them, on features without memory;
-steps of the optimizer and statistics of the monitors run on small tensors. What a kernel is
-specialised for is the launchers' doing, not this file's.
+Losses run forward and backward, as the operators call them, on fake features; optimizer steps and
+monitor statistics run on small tensors. The launchers decide how kernels are specialised.
 """
 
 import itertools
@@ -35,28 +34,28 @@ __all__ = [
     "fullest_launches",
 ]
 
-# The table's, and those whose rows are the ones of 80.
+# The architectures of the table, and 86 and 89, which use the rows of 80.
 ARCHS = 80, 86, 89, 90, 100, 120
 BF16, FP16, FP32 = DTYPES = torch.bfloat16, torch.float16, torch.float32
-# What is multiplied, and how the softmax is kept: all that `tile_dtype` makes of a dtype.
+# Dtypes of the features, and every `tile_dtype` that they support.
 FORMATS = (
     (BF16, "auto"), (BF16, "fp32"), (BF16, "fp16"), (FP16, "auto"), (FP16, "fp32"),
     (FP16, "bf16"), (FP32, "auto"), (FP32, "tf32"), (FP32, "bf16"),
 )  # fmt: skip
-# On either side of every `max_width`; no multiple of 16; small; 20 slices of 64.
+# On both sides of every `max_width`, no multiple of 16, small, and 20 slices of 64.
 WIDTHS = 1, 48, 100, 256, 768, 1280
 TABLE_WIDTHS = 64, 768
-# Whole tiles; no multiple of 16; so few that the twin with two exponentials does it all; one.
+# Whole tiles; no multiple of 16; so small that only the wide softmax kernel runs; one pair.
 BATCHES = 8192, 8187, 256, 1
-# So that all products of a batch may be kept, and a call is one block.
+# A workspace that can store all logits of a batch, so that a call has a single block.
 ONE_BLOCK = {"backend": "triton", "workspace_bytes": 2**34}
 LAYOUTS = "rows", "wide rows", "odd rows", "columns", "odd address"
 DIRECTIONS = "both", "image_to_text", "text_to_image"
-CHOICES = range(3)  # rows that autotune may choose among
+CHOICES = range(3)  # the rows that autotune can choose
 
 
 def default_launches(arch: int) -> list[Launch]:
-    """Return what the losses launch with all defaults, for bf16 features at D = 768."""
+    """Return the launches of the default losses, for bf16 features at D = 768."""
     with launches_in(arch) as found, fake_gpu(arch):
         for batch in (8192, 256):
             call(ContrastiveLoss(backend="triton"), batch, 768, BF16)
@@ -64,7 +63,7 @@ def default_launches(arch: int) -> list[Launch]:
 
 
 def fullest_launches(arch: int) -> list[Launch]:
-    """Return launches with the options that keep the most in registers, each at its width."""
+    """Return launches with the options that need the most registers."""
     judged = ContrastiveLoss(**ONE_BLOCK, false_negatives="absolute")
     low = ContrastiveLoss(**ONE_BLOCK, tile_dtype="fp32")
     with launches_in(arch) as found, fake_gpu(arch):
@@ -79,7 +78,7 @@ def fullest_launches(arch: int) -> list[Launch]:
 
 
 def every_launch(arch: int) -> list[Launch]:
-    """Return what is launched on an architecture."""
+    """Return all launches on an architecture."""
     with launches_in(arch) as found:
         _sweeps(arch)
         _helpers(arch)
@@ -88,7 +87,7 @@ def every_launch(arch: int) -> list[Launch]:
 
 
 def _sweeps(arch: int) -> None:
-    """Call losses with all that the kernels of the sweeps know of."""
+    """Call losses with all options of the sweep kernels."""
     for choice in CHOICES:
         with fake_gpu(arch, choice):
             for (dtype, tiles), batch, ids, statistics in itertools.product(
@@ -96,7 +95,7 @@ def _sweeps(arch: int) -> None:
             ):
                 options: dict[str, Any] = {"tile_dtype": tiles, "autotune": True, **ONE_BLOCK}
                 said = {"statistics": statistics} | ({"ids": _ids(batch)} if ids else {})
-                # Small batches and limits take a row that no other is timed against.
+                # Small batches and thresholds use a row that is not autotuned.
                 if choice == 0 or batch != 256:
                     for width, keeps in itertools.product(TABLE_WIDTHS, (True, False)):
                         if not keeps or dtype is FP32:  # no others are kept
@@ -111,7 +110,7 @@ def _sweeps(arch: int) -> None:
 
 
 def _helpers(arch: int) -> None:
-    """Call losses with all that the kernels beside the sweeps know of."""
+    """Call losses with all options of the kernels beside the sweeps."""
     with fake_gpu(arch):
         for dtype, width, batch, layout, directions in itertools.product(
             DTYPES, WIDTHS, BATCHES, LAYOUTS, DIRECTIONS
@@ -150,7 +149,7 @@ def call(
 
 
 def _of_ranks(sizes: list[int], dtype: torch.dtype, exchange: str) -> None:
-    """Run a loss in a group without peers."""
+    """Run a loss in a process group without other processes."""
     dist.init_process_group("fake", rank=0, world_size=len(sizes), store=FakeStore())
     try:
         sides = [torch.empty(sizes[0], 768, dtype=dtype) for _ in range(2)]
@@ -183,7 +182,7 @@ def _guides(batch: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 
 def _beside_losses() -> None:
-    """Launch the optimizer's kernels, the monitors' and the probe."""
+    """Launch the kernels of the optimizer and the monitors, and the probe."""
     probe_kernels.probe_kernel[(1,)](torch.empty((), dtype=torch.int32))
     values = [torch.zeros(size, dtype=dtype) for dtype in DTYPES for size in (2**16, 7)]
     fused_stats(values, torch.tensor(2.0**-14))
@@ -192,7 +191,7 @@ def _beside_losses() -> None:
         DTYPES, DTYPES, ("adam", "atan2"), ("kahan", "nearest", "stochastic"), (False, True)
     ):
         if param != FP32 or write_back == "nearest":
-            # With a loss scale, the update clip and a rate on the device, or without all of them.
+            # With a loss scale, update clipping and a learning rate on the device, or with none.
             lr, clip, scaled = (torch.tensor(1e-3), 1.0, one) if more else (1e-3, None, None)
             options = AdamWOptions(
                 lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, maximize=more, rule=rule,

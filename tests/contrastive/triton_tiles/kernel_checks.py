@@ -1,4 +1,4 @@
-"""What a compiled kernel must be, whichever launch it comes from."""
+"""The requirements that every compiled kernel must meet."""
 
 import re
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ __all__ = ["CHIPS", "Chip", "problems_of"]
 
 @dataclass(frozen=True)
 class Chip:
-    """What a multiprocessor has: CUDA C++ programming guide, technical specifications.
+    """The resources of a multiprocessor (CUDA C++ programming guide, technical specifications).
 
     Args:
-        shared_bytes: Memory for all of its programs.
-        program_bytes: What one of them may have.
-        registers: Of 32 bits.
+        shared_bytes: Shared memory for all programs.
+        program_bytes: The most shared memory of one program.
+        registers: Number of 32-bit registers.
     """
 
     shared_bytes: int
@@ -24,31 +24,31 @@ class Chip:
     registers: int = 65_536
 
     def programs(self, compiled: Compiled) -> int:
-        """Return how many programs run on a multiprocessor at a time, 0 if none can."""
+        """Return how many programs fit on a multiprocessor."""
         if compiled.shared_bytes > self.program_bytes:
             return 0
-        # Threads get registers by eights; every program has 1 KiB more, for the system.
+        # Registers are allocated in eights; the system takes 1 KiB for every program.
         registers = -(-compiled.registers // 8) * 8 * compiled.threads
         programs = self.shared_bytes // (compiled.shared_bytes + 1024)
         return min(programs, self.registers // registers)
 
 
-# Rows for 80 serve all chips without rows of their own; 8.6, 8.9 and 12.0 have the least memory.
+# 8.6, 8.9 and 12.0 have the least shared memory.
 SMALL, LARGE = Chip(102_400, 101_376), Chip(233_472, 232_448)
 CHIPS = {80: Chip(167_936, 166_912), 86: SMALL, 89: SMALL, 90: LARGE, 100: LARGE, 120: SMALL}
 
 PRODUCTS = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 SUFFIXES = {"bf16": ".BF16", "fp16": ".F32", "fp32": ".TF32"}
-# The largest of what programs have, and how many have come: integers, and never a gradient.
+# Kernels with integer atomics: maxima over programs and counters, never gradients.
 COUNTING = {"prepare_kernel", "factors_kernel"}
 _ATOMIC = re.compile(r"(ATOM|RED(?!UX)|UTMARED|UBLKRED)")
 
 
 def problems_of(launch: Launch, compiled: Compiled) -> list[str]:
-    """Return what is wrong with a kernel, in words; nothing if it is as it must be."""
+    """Return a description of each requirement that a kernel violates."""
     found: dict[str, bool] = {
         f"reads {compiled.spills} values back that registers did not hold": compiled.spills > 0,
-        # A failing check of ptxas 12.9 stores arguments that nothing loads, see `spills`.
+        # An address check of ptxas 12.9 stores arguments that nothing loads, see `spills`.
         f"has {compiled.local_bytes} bytes of local memory": compiled.local_bytes > 0
         and not (launch.arch == 120 and compiled.local_bytes == 8 and not compiled.spills),
         f"ptxas warns: {compiled.complaints[:1]}": bool(compiled.complaints),
@@ -66,22 +66,22 @@ def problems_of(launch: Launch, compiled: Compiled) -> list[str]:
 
 
 def _is_atomic_as_due(launch: Launch, compiled: Compiled) -> bool:
-    """Return whether integers of the kernels that count alone are atomic."""
+    """Return whether only integers are updated atomically, and only by kernels that may."""
     if launch.kernel in COUNTING:
         return {name.split(".")[-1] for name in compiled.atomics} <= {"s32", "u32"}
     in_cubin = [name for name in compiled.listing if _ATOMIC.match(name)]
-    if launch.arch == 100:  # those in shared memory give out the tensor cores' own
+    if launch.arch == 100:  # atomics in shared memory allocate tensor memory
         in_cubin = [name for name in in_cubin if not name.startswith("ATOMS.")]
     return not compiled.atomics and not in_cubin
 
 
 def _problems_of_products(launch: Launch, compiled: Compiled) -> dict[str, bool]:
-    """Return what may be wrong with a kernel that multiplies tiles, and whether it is."""
+    """Return the possible problems of a kernel that multiplies tiles, and whether each occurs."""
     product, dtype = PRODUCTS[launch.arch], launch.dtype
     others = {name for name in PRODUCTS.values() if compiled.count(name)} - {product}
     named = {name for name in compiled.listing if name.startswith(product)}
     has_guides, is_softmax = launch.has("row_guides"), launch.kernel == "softmax_kernel"
-    # On 10.0 the dtype stands in a descriptor, not in the name; guides have one of their own.
+    # On 10.0 the dtype is in a descriptor, not in the name; guides have another dtype.
     is_named = launch.arch == 100 or has_guides or all(x.endswith(SUFFIXES[dtype]) for x in named)
     return {
         f"multiplies by {others or named or 'no tensor core'}": (
@@ -96,7 +96,7 @@ def _problems_of_products(launch: Launch, compiled: Compiled) -> dict[str, bool]
 
 
 def _is_copied(launch: Launch, compiled: Compiled) -> bool:
-    """Return whether operands come in the background, and tiles leave so where they can."""
+    """Return whether operands are loaded, and tiles stored, by asynchronous copies."""
     copies = {name: compiled.count(name) for name in ("UTMALDG", "UTMASTG", "LDGSTS")}
     halves = 1 + launch.has("weights_low") if "weights" in launch.source.fn.arg_names else 0
     if launch.constants["TMA"]:
@@ -109,7 +109,7 @@ def _is_copied(launch: Launch, compiled: Compiled) -> bool:
 def _exponentials(launch: Launch, compiled: Compiled, is_softmax: bool) -> bool:
     rows, columns, _ = launch.tile or (0, 0, 0)
     elements = rows * columns // compiled.threads
-    # Done once more, a tile of the log-sum-exps takes another for its row and one for its column.
+    # Recomputing a tile of the log-sum-exps takes one more for its rows and one for its columns.
     of_each = {"lse_kernel": 3, "sigmoid_kernel": 1}.get(launch.kernel, 1)
     if is_softmax and launch.constants["WIDE"]:
         of_each = 2

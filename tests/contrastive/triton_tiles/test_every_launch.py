@@ -1,8 +1,9 @@
-"""All that launchers ask Triton for, compiled for GPUs that are not there.
+"""The kernels that the launchers ask for, compiled without a GPU.
 
-A spilled register, a product beside the tensor cores or a program too many for a multiprocessor
-shows in no test of numbers. `make test` compiles what losses launch by default, and on 8.0 and 9.0
-what keeps the most in registers; `make sweep` compiles the cross product of all options.
+Tests of numbers do not show spilled registers, products that miss the tensor cores, or too much
+shared memory. `make test` compiles the launches of the default losses, and for 8.0 and 9.0 those
+that need the most registers; `make sweep` compiles the cross product of all options. `make floor`
+and `make floor-sweep` do the same with the lowest Triton that pyproject.toml allows.
 """
 
 import dataclasses
@@ -111,7 +112,7 @@ def _of_reason(row: object, launches: list[Launch]) -> Iterator[Launch]:
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_reasons_of_rows_are_true(arch: int, compiled: Compiler) -> None:
-    """What the reasons say of shared memory and of programs at a time."""
+    """The reasons state shared memory and programs on a multiprocessor."""
     checked = 0
     launches = default_launches(arch)
     for row in ROWS:
@@ -122,7 +123,7 @@ def test_reasons_of_rows_are_true(arch: int, compiled: Compiler) -> None:
                 continue
             kernel = compiled(launch)
             for kibibytes in re.findall(r"(\d+) KiB", row.reason):
-                # Barriers take some bytes more.
+                # Barriers take some more bytes.
                 assert kernel.shared_bytes // 1024 == int(kibibytes), (launch, row.reason)
                 checked += 1
             if "two programs" in row.reason:
@@ -151,7 +152,7 @@ def test_merge_knows_the_logarithm_of_two_in_float64(compiled: Compiler) -> None
 
 
 def _with_row(arch: int, kernel: str, **changes: object) -> list[Launch]:
-    """Return what is launched where the first row of a kernel is changed."""
+    """Return the launches after a change of the first row of a kernel."""
 
     def find(name: str, *key: object) -> tuple[tiles.TileConfig, ...]:
         first, *others = find_configs(name, *key)  # type: ignore[arg-type]
@@ -173,7 +174,7 @@ def _with_row(arch: int, kernel: str, **changes: object) -> list[Launch]:
 
 
 def test_tile_that_is_too_large_is_seen_to_spill(compiled: Compiler) -> None:
-    # The reason of its row says that nothing larger goes without spilling.
+    # The reason of the row says that larger tiles spill.
     (launch,) = _with_row(90, "softmax_wide", tile=(128, 256, 64))
     assert any("registers did not hold" in words for words in problems_of(launch, compiled(launch)))
 
