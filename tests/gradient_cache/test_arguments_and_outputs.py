@@ -1,4 +1,4 @@
-"""What is taken for the batch, what is put together again, and what is said where that fails."""
+"""Roles of arguments, concatenation of outputs, and the errors for both."""
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class ATuple(tuple):
 
 
 class Encoding(UserDict):
-    """Keeps something beside its data, as `BatchEncoding` does."""
+    """A mapping with an attribute besides its data, as `BatchEncoding`."""
 
     def __init__(self, data: Any = None, note: str = "") -> None:
         super().__init__(data)
@@ -209,7 +209,7 @@ def test_outputs_that_cannot_be_concatenated_raise(pack: Any, message: str) -> N
 
 
 class Hidden(nn.Module):
-    """Returns what Hugging Face's towers do: features, and all tokens."""
+    """Returns features and all tokens, as Hugging Face's towers do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`micro_batch_size="auto"`: as many rows as there is memory for, found without a trace."""
+"""`micro_batch_size="auto"` finds the largest size that fits, without side effects."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +15,12 @@ from tests.processes import run_ranks
 
 WIDTH, LAYERS, BATCH = 64, 10, 200
 DEVICE = torch.device("cuda", 0)
-# Of a row, when its backward begins: the input, the tanhs, the cotangent and two gradients.
+# Bytes of a row when its backward begins: input, tanhs, cotangent and two gradients.
 ROW_BYTES = (1 + LAYERS + 3) * WIDTH * 4
 
 
 class Tower(nn.Module):
-    """Tanhs, each of which keeps its output; notes how many rows it saw."""
+    """Layers of tanh, each of which saves its output; records the number of rows of each call."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def batch() -> Tensor:
 def test_auto_on_a_cpu_stays_within_the_budget() -> None:
     weight_bytes = WIDTH * WIDTH * 4
     for rows in (40, 104):
-        # Beside it are the gradients of weights, however many rows there are, and a scalar or two.
+        # In addition, gradients of weights, independent of the rows, and a few scalars.
         budget = ROW_BYTES * rows - weight_bytes + 16
         cache, tower = GradientCache(micro_batch_size="auto", activation_bytes=budget), Tower()
         gradient_of(cache, tower, batch())
@@ -81,7 +81,7 @@ def test_probes_have_no_side_effects() -> None:
     gradient = gradient_of(found, tower, batch())
     rows = found.micro_batch_sizes["Tower"]
     assert 32 <= rows < BATCH
-    assert tower.calls == 1  # as buffers count calls, not micro-batches or probes
+    assert tower.calls == 1  # buffers count calls, not micro-batches or probes
     given = GradientCache(micro_batch_size=rows)
     assert torch.equal(gradient, gradient_of(given, Tower(dropout=0.5), batch()))
 
@@ -96,7 +96,7 @@ def test_auto_size_is_kept_by_later_calls_and_resumed_runs() -> None:
         gradient_of(one, tower, batch())
         tower.seen = []
         gradient_of(one, tower, batch()[: 2 * rows])
-        assert tower.seen == [rows] * 4  # two, and their replays
+        assert tower.seen == [rows] * 4  # two micro-batches and their replays
 
 
 def test_call_without_grad_has_its_own_auto_size() -> None:
@@ -105,7 +105,7 @@ def test_call_without_grad_has_its_own_auto_size() -> None:
     with torch.no_grad():
         cache.call(tower, batch())
     sizes = cache.micro_batch_sizes
-    assert sizes["Tower (without grad)"] > 2 * sizes["Tower"]  # three tensors a row, not thirteen
+    assert sizes["Tower (without grad)"] > 2 * sizes["Tower"]  # 3 tensors per row instead of 13
 
 
 def _find_with_budget_of_rank(rank: int) -> dict[str, int]:
@@ -123,21 +123,21 @@ def test_all_ranks_use_the_smallest_auto_size() -> None:
 
 @pytest.fixture
 def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    # Of real size, the place that is held would be the loss's workspace alone.
+    # At its real size, the loss's workspace would dominate the reserve.
     monkeypatch.setattr(auto_size, "_LOSS_BYTES", 0)
     micro_batches._copying_stream.cache_clear()
     yield SmallCuda
     micro_batches._copying_stream.cache_clear()
 
 
-# What a step needs beside activations: four copies of the weights, eight of the features.
+# Memory of a step besides activations: four copies of the weights, eight of the features.
 BESIDE = 4 * WIDTH * WIDTH * 4 + 8 * BATCH * WIDTH * 4
 
 
 @pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 64])
 def test_auto_on_cuda_doubles_rows_until_memory_runs_out(small_gpu: Any, rows: int) -> None:
     expected = gradient_of(GradientCache(micro_batch_size=BATCH), Tower(), batch())
-    # Between what `rows` take and what twice as many do; backwards are not seen by the fake.
+    # Between the bytes of `rows` and of twice as many; the fake does not see backwards.
     memory = BESIDE + 3 * rows * (LAYERS + 1) * WIDTH * 4 // 2
     with small_gpu(memory) as gpu:
         cache, tower = GradientCache(micro_batch_size="auto", device=DEVICE, prefetch=0), Tower()
@@ -166,7 +166,7 @@ def test_auto_on_cuda_stays_within_activation_bytes(small_gpu: Any) -> None:
 
 
 class Part:
-    """As a module that `fully_shard` was called for."""
+    """A stand-in for a module that `fully_shard` was applied to."""
 
     def set_requires_gradient_sync(self, is_on: bool, recurse: bool) -> None:
         pass
@@ -178,7 +178,7 @@ def test_auto_of_a_sharded_tower_probes_in_step_with_other_ranks(
     home = "lightning_mp.gradient_cache.gradient_cache"
     monkeypatch.setattr(f"{home}.sharded_modules", lambda module: [Part()])
     row = LAYERS * WIDTH * 4
-    # Half of what is free counts, since a probe may take twice as much as its share.
+    # Half of the free memory is usable, because a probe may take twice its limit.
     with small_gpu(2 * (BESIDE + 60 * row)) as gpu:
         cache = GradientCache(micro_batch_size="auto", device=DEVICE)
         cache.call(Tower(), batch().pin_memory())

@@ -1,4 +1,4 @@
-"""Names in `roles` that match nothing are refused after the first step."""
+"""Names in `roles` that match nothing raise after the first step."""
 
 from typing import Any
 
@@ -51,12 +51,12 @@ def test_unmatched_name_raises_after_all_towers_were_called(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         serve(roles=roles)
-    serve("visual", roles=roles)  # the other tower may have it
+    serve("visual", roles=roles)  # the other tower may have this name
 
 
 def test_names_of_arguments_and_outputs_are_accepted() -> None:
     serve(roles={"x": "rows", "table": "whole", "hidden": "left out"})
-    # A tower takes `table`, and no call has passed it yet.
+    # `table` is a parameter of a tower that no call has passed yet.
     model, cache = Model(), GradientCache(micro_batch_size=3, roles={"table": "whole"})
     with cache.serving(model, ["visual", "text"]):
         model.visual(ROWS)
@@ -65,14 +65,14 @@ def test_names_of_arguments_and_outputs_are_accepted() -> None:
 
 def test_check_raises_for_unmatched_names_without_serving() -> None:
     cache = GradientCache(micro_batch_size=3, roles={"tabel": "whole"})
-    cache.check()  # nothing was called that could have it
+    cache.check()  # no tower was called
     cache.call(Tower(), ROWS)["features"].sum().backward()
     with pytest.raises(ValueError, match=r"roles={'tabel': 'whole'}"):
         cache.check()
 
 
 class OnOneRank(TinyCLIP):
-    """Its second rank alone calls a tower with a keyword that its signature does not name."""
+    """Only the second rank passes a keyword that the signature of the tower does not name."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)

@@ -1,4 +1,4 @@
-"""The gradient cache by itself, outside of any trainer."""
+"""`GradientCache` without a Trainer."""
 
 import random
 from collections import namedtuple
@@ -22,7 +22,7 @@ def make_cache(rows: int = 3) -> GradientCache:
 
 
 class Draws(nn.Module):
-    """Draws from torch, Python and numpy, and keeps what it drew."""
+    """Draws from torch, Python and numpy, and stores the numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_gradients_of_parameters_and_inputs_equal_autograd() -> None:
 
 
 class Structured(nn.Module):
-    """Returns a tree, some of it without gradients, and takes a mask that all rows share."""
+    """Returns a nested output, partly without gradients, and takes a mask shared by all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_backward_after_an_optimizer_step_raises() -> None:
     tower, head = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), nn.Linear(4, 4)
     features = make_cache().call(tower, torch.ones(7, 4))
     with torch.no_grad():
-        head.weight.mul_(2)  # the tower does not use it
+        head.weight.mul_(2)  # the tower does not use the head
     features.sum().backward(retain_graph=True)
     with torch.no_grad():
         tower[0].weight.mul_(2)
@@ -127,7 +127,7 @@ def test_replay_uses_the_autocast_of_the_first_run(dtype: torch.dtype) -> None:
     tower.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     with torch.autocast("cpu", dtype=dtype):
         features = make_cache().call(tower, torch.ones(7, 4))
-    features.sum().backward()  # outside of autocast, as Lightning does it
+    features.sum().backward()  # outside of autocast, as in Lightning
     assert seen == [dtype] * 6
     seen.clear()
     with torch.autocast("cpu", dtype=dtype):
@@ -146,7 +146,7 @@ def test_autocast_weight_cache_does_not_cut_the_graph_of_later_calls() -> None:
 
 
 class Counts(nn.Module):
-    """Buffers of every kind: a count, an average, one replaced by assignment."""
+    """Buffers of several kinds: a count, an average, a buffer replaced by assignment."""
 
     def __init__(self) -> None:
         super().__init__()

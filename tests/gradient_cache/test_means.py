@@ -1,4 +1,4 @@
-"""Outputs that are one number, a mean over rows: those of the whole batch, with its gradients."""
+"""Scalar outputs with the role `mean`: their values and gradients equal the whole batch's."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ ROLES = {"aux": "mean", "scale": "whole"}
 
 
 class Gated(nn.Module):
-    """Returns features, the mean entropy of a gate, and a scale, as MoE and open_clip's models."""
+    """Returns features, the mean entropy of a gate, and a scale, as MoE and open_clip models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def test_means_and_their_gradients_equal_those_of_the_whole_batch(rows: Any) -> 
         assert (value.shape, value.dtype) == ((), torch.float64)
         assert value.detach().item() == pytest.approx(wanted.detach().item(), rel=1e-14)
     for value, wanted in zip(torch.autograd.grad(_loss(out), inputs), expected, strict=True):
-        # float64 sums of ten terms in another order.
+        # float64 sums of ten terms in a different order.
         assert torch.allclose(value, wanted, rtol=1e-12, atol=1e-15)
     cache.check()
 
@@ -68,7 +68,7 @@ def test_replay_with_a_different_mean_raises() -> None:
     tower = Gated()
     cache = GradientCache(micro_batch_size=5, roles=ROLES)
     out = cache.call(tower, torch.randn(BATCH, WIDTH))
-    tower.gate.bias.data[0] += 1.0  # which autograd does not see
+    tower.gate.bias.data[0] += 1.0  # autograd does not count this write
     with pytest.raises(RuntimeError, match="returned different outputs when it was replayed"):
         out["aux"]["loss"].backward()
 

@@ -1,4 +1,4 @@
-"""Micro-batches that are copied ahead: in order, within their bound, on one stream."""
+"""Micro-batches are copied ahead in order, within the memory bound, on one stream."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu() -> Iterator[FakeCuda]:
-    # Launched as a compiled tower is: the host is far ahead of the device.
+    # Launched like a compiled tower: the host is far ahead of the device.
     micro_batches._copying_stream.cache_clear()
     with FakeCuda(host_seconds=1e-4, device_seconds=1e-4, copy_seconds=COPY) as gpu:
         yield gpu
@@ -55,7 +55,7 @@ def test_device_holds_prefetch_plus_one_micro_batches(
             gpu.compute(COMPUTE)
         del part
     assert UNIT < gpu.peak_bytes <= UNIT * max(prefetch + 1, 2)
-    assert gpu.syncs == gpu.waits == 0  # the host is never made to wait
+    assert gpu.syncs == gpu.waits == 0  # the host never waits
 
 
 def test_all_copies_use_one_stream(gpu: FakeCuda) -> None:
@@ -69,7 +69,7 @@ def test_all_copies_use_one_stream(gpu: FakeCuda) -> None:
 def test_copies_overlap_with_the_towers(gpu: FakeCuda, prefetch: int) -> None:
     for _ in make(pairs(), prefetch):
         gpu.compute(COMPUTE)
-    # The device waits for the first copy alone.
+    # The device waits for the first copy only.
     assert gpu.ends[0] == pytest.approx(COPY + COUNT * COMPUTE, rel=0.01)
 
 

@@ -1,4 +1,4 @@
-"""What arguments and outputs are: declared or shown by two sizes, and kept from call to call."""
+"""Roles of arguments and outputs: declared or inferred, and kept from call to call."""
 
 import logging
 from typing import Any
@@ -30,7 +30,7 @@ def test_invalid_role_texts_raise(words: str) -> None:
 
 
 class Joint(nn.Module):
-    """Takes images with three texts each, and returns what a whole model does."""
+    """Takes images with three texts each, and returns the outputs of a whole model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_several_rows_per_sample_sums_and_constants_have_exact_gradients(rows: A
     for name, value in out.items():
         assert torch.allclose(value, plain[name], rtol=1e-13)
     for value, wanted in zip(torch.autograd.grad(loss_of(out), inputs), expected, strict=True):
-        # float64 sums in another order.
+        # float64 sums in a different order.
         assert torch.allclose(value, wanted, rtol=1e-11, atol=1e-13)
     assert cache.roles["Joint"] == {
         "arguments": {"text": "3 rows", "image": "rows", "names": "3 rows"},
@@ -134,7 +134,7 @@ def test_roles_are_logged_once_per_tower(logged: list[str]) -> None:
 
 
 class Reads(nn.Module):
-    """A small transformer that returns its tokens, their mean, and how many it was given."""
+    """A small transformer that returns tokens, their mean, and their number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_padding_is_cut_to_the_longest_row_of_a_micro_batch(rows: int, on_left: 
     tower.lengths.clear()
     out = cache.call(tower, ids, mask, bias=bias)
     parts = [LENGTHS[start : start + rows] for start in range(0, 6, rows)]
-    seen = tower.lengths[-len(parts) :]  # after a trial
+    seen = tower.lengths[-len(parts) :]  # after the shape check
     assert seen == [9 if on_left else max(part) for part in parts]
     for name, value in out.items():
         assert value.shape == plain[name].shape

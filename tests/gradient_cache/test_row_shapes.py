@@ -1,4 +1,4 @@
-"""Outputs whose shape follows the number of rows are refused in a tower's first call."""
+"""Outputs whose row shape depends on the number of rows raise in the first call of a tower."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ BATCH, WIDTH = 12, 6
 
 
 class Scores(nn.Module):
-    """Returns features and, as `CLIPModel` does, scores of all rows of the micro-batch."""
+    """Returns features and, like `CLIPModel`, pairwise scores of the micro-batch."""
 
     def __init__(self, score: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_pairwise_scores_raise(score: Any, rows: int) -> None:
 def test_micro_batches_of_different_sizes_need_no_shape_check(rows: int) -> None:
     tower, x = Scores(SCORES["all pairs"]), torch.randn(BATCH, WIDTH)
     cache = GradientCache(micro_batch_size=rows)
-    if rows >= BATCH:  # one micro-batch, whose scores are those of the batch
+    if rows >= BATCH:  # the scores of a single micro-batch are those of the batch
         assert cache.call(tower, x)["logits"].shape == (BATCH, BATCH)
         x = torch.cat([x] * 20)
         x = x[: len(x) // rows * rows]
@@ -59,7 +59,7 @@ def test_micro_batches_of_different_sizes_need_no_shape_check(rows: int) -> None
 
 
 class Noisy(nn.Module):
-    """Has all that a trial could disturb: generators, running statistics, writes, counts."""
+    """Uses all state that a shape check could change: generators, statistics, writes, counts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A replay that differs is an error that names the tower, the size and the causes."""
+"""A replay with different outputs raises an error with the tower, the size and the causes."""
 
 import copy
 import pickle
@@ -24,7 +24,7 @@ def make_cache(**settings: object) -> GradientCache:
 
 
 class Drifts(nn.Module):
-    """Adds something that is a little larger in every call, outside of buffers."""
+    """Adds a number that grows with every call and is not a buffer."""
 
     def __init__(self, drift: float) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def test_different_replay_raises_before_any_gradient_is_accumulated(drift: float
     text = str(error.value)
     causes = ["changed in place", "generator", "keeps state"]
     assert sorted(causes, key=text.index) == causes
-    if drift < 1:  # the size is told within what random weights scatter
+    if drift < 1:  # within the scatter of random weights
         size = float(text.split("relative difference is ")[1].split(",")[0])
         assert drift / 3 < size < 3 * drift
 
@@ -81,7 +81,7 @@ def test_deterministic_algorithms_have_a_tolerance_of_zero() -> None:
 def test_sketch_estimates_the_size_of_a_difference(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     output, other = torch.randn(256, 3, 32, dtype=dtype), torch.randn(256, 3, 32, dtype=dtype)
-    # The mean of 256 squares of normal variables has a deviation of sqrt(2 / 256) = 9%.
+    # The mean of 256 squared normal variables has a standard deviation of sqrt(2 / 256) = 9%.
     difference = Sketch(output).difference(output + 0.25 * other).item()
     assert abs(difference / 0.25 - 1) < 5 * 0.09 / 2
     assert Sketch(output).difference(output.clone()) == 0
@@ -254,13 +254,13 @@ def test_cache_and_served_models_can_be_copied_and_pickled() -> None:
         assert torch.equal(copied.encode(batch), copied.tower.bias.expand(7, 4))
     assert cache.calls == 0
     for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        # Products of fewer rows may add in another order.
+        # Products of fewer rows may sum in a different order.
         torch.testing.assert_close(copied.call(model.tower, batch), model.tower(batch))
         assert copied.calls == 1
 
 
 class _CountsReads(TorchFunctionMode):
-    """Counts what would make the host wait for the device."""
+    """Counts operations that would make the host wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,5 +277,5 @@ def test_comparison_reads_one_number_per_call() -> None:
     features = make_cache().call(tower, torch.randn(30, 4)).sum()
     with _CountsReads() as counter:
         features.backward()
-    # The number arrives as a numpy array, which is read without torch.
+    # The number arrives as a numpy array, whose reading torch does not see.
     assert counter.reads == 0

@@ -1,4 +1,4 @@
-"""Pairs with ids to rank, and the values that a metric gives for them."""
+"""Pairs with ids, and the values of a metric for them."""
 
 import torch
 from torch import Tensor

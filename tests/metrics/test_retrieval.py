@@ -24,7 +24,7 @@ def test_recall_random_features_agree_with_float64(dtype: torch.dtype, normalize
     ours = compute_once(
         image, text, image_ids, text_ids, normalize=normalize, workspace_bytes=20_000
     )
-    # Twice the tie tolerance either way brackets the rounding of the scores.
+    # Twice the tie tolerance in both directions bounds the rounding of scores.
     margin = 2e-14 if dtype == torch.float64 else 5e-6
     low, high = (
         dense_recall(
@@ -78,7 +78,7 @@ def test_recall_without_ids_pairs_rows_across_batches() -> None:
 def test_recall_does_not_depend_on_extreme_scales() -> None:
     batch = make_pairs(40, 80, 8)
     plain = compute_once(*batch)
-    for scale in (1e30, 1e-30):  # squares overflow or vanish in fp32
+    for scale in (1e30, 1e-30):  # squares overflow or underflow in fp32
         assert compute_once(batch[0] * scale, batch[1] * scale, *batch[2:]) == plain
     dot = compute_once(*batch, normalize=False)
     assert compute_once(batch[0] * 1e30, batch[1] * 1e30, *batch[2:], normalize=False) == dot
@@ -86,7 +86,7 @@ def test_recall_does_not_depend_on_extreme_scales() -> None:
 
 
 def test_recall_of_float64_features_resolves_smaller_differences() -> None:
-    # Text 1 leans to its own image by 1e-8: a tie in fp32, and so a lost rank.
+    # Text 1 prefers its own image by 1e-8: a tie in fp32, which costs a rank.
     image = torch.eye(2, dtype=torch.float64)
     text = torch.tensor([[1, 0], [1, 1 + 1e-8]], dtype=torch.float64)
     assert compute_once(image, text)["text_to_image_mean_rank"] == 1
@@ -144,7 +144,7 @@ def test_recall_non_finite_row_is_ahead_as_candidate_and_no_hit_as_query(
     image, text = torch.eye(6), torch.eye(6)
     image[2, 4] = bad
     values = compute_once(image, text, top_k=(1, 2, 50), normalize=normalize)
-    # Texts lose rank 1 to the bad image, and text 2 its only match; image 2 has no score at all.
+    # The NaN image takes rank 1 from all texts, and text 2 loses its only match.
     assert values["text_to_image_recall@1"] == 0
     assert values["text_to_image_recall@2"] == pytest.approx(5 / 6)
     assert values["text_to_image_recall@50"] == pytest.approx(5 / 6)
@@ -297,7 +297,7 @@ def test_metric_collection_shares_updates_and_prefixes_names() -> None:
     values = as_floats(collection.compute())
     for name, normalize in (("cosine", True), ("dot", False)):
         expected = compute_once(*both, normalize=normalize)
-        # Equal names of two members carry the member's name.
+        # Equal names of two members get the member's name as a prefix.
         ours = {k: v for k, v in values.items() if name in k}
         assert sorted(ours.values()) == sorted(expected.values())
 

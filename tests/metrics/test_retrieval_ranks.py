@@ -1,4 +1,4 @@
-"""The metric on two ranks against one process."""
+"""`ContrastiveRecall` on two ranks against one process."""
 
 import warnings
 
@@ -88,7 +88,7 @@ def test_two_ranks_equal_one_process(case: str, rank_results: list[dict[str, obj
         ("width", "rank 0: width 3, torch.float32, no ids; rank 1: width 4"),
         ("dtype", "torch.float16, no ids; rank 1: width 3, torch.bfloat16"),
         ("mode", "no ids; rank 1: width 3, torch.float32, ids"),
-        ("no match", "6 images and 6 texts that have without any equal ids"),
+        ("no match", "6 images and 6 texts without any equal ids"),
     ],
 )
 def test_two_ranks_raise_together_and_recover(

@@ -1,4 +1,4 @@
-"""`ContrastiveRecall` as a value to log, track and plot, and without what samplers repeat."""
+"""`ContrastiveRecall`: logged, tracked and plotted values, and removal of repeated samples."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ def _on_rank(rank: int) -> list[dict[str, float]]:
     values = []
     for is_keyed in (False, True):
         metric = ContrastiveRecall(workspace_bytes=2_000)
-        for part in (rank, rank + 2):  # two of four shares each
+        for part in (rank, rank + 2):  # each rank has two of four shards
             image, text, index = _sampled(part)
             keys = {"image_keys": index, "text_keys": index} if is_keyed else {}
             metric.update(image, text, index, index, **keys)

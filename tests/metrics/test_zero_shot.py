@@ -28,7 +28,7 @@ def make_data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tenso
 
 
 def recipe(prompts: Tensor, class_ids: Tensor, images: Tensor, target: Tensor, k: int) -> float:
-    """Return top-k as CLIP's notebook does: normalised, averaged, normalised, multiplied."""
+    """Return top-k accuracies as in CLIP's notebook: normalise, average, normalise, multiply."""
     classes = [F.normalize(prompts[class_ids == c].double(), dim=1).mean(0) for c in range(CLASSES)]
     weights = torch.stack([mean / mean.norm() for mean in classes], 1)
     scores = F.normalize(images.double(), dim=1) @ weights
@@ -37,7 +37,7 @@ def recipe(prompts: Tensor, class_ids: Tensor, images: Tensor, target: Tensor, k
 
 def feed(metric: ZeroShotAccuracy, data: Any, rows: slice = slice(None), **kwargs: Any) -> None:
     prompts, class_ids, images, target = data
-    for part in torch.arange(len(prompts)).split(4):  # in parts, classes mixed
+    for part in torch.arange(len(prompts)).split(4):  # in parts with mixed classes
         metric.update_prompts(prompts[part], class_ids[part])
     for part in torch.arange(len(images))[rows].split(30):
         keys = {name: value[part] for name, value in kwargs.items()}
@@ -68,7 +68,7 @@ def test_ties_and_non_finite_values_count_against_the_model() -> None:
     images = torch.eye(3)
     images[1, 0] = torch.inf
     bad.update(images, torch.arange(3))
-    # The first image has one class ahead; the second image and the third class count for nothing.
+    # The first image has one class ahead; the second image and the third class are not finite.
     assert [round(bad.compute()[f"top{k}"].item(), 4) for k in (1, 2, 5)] == [0, 0.3333, 0.3333]
 
 

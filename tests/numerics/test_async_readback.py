@@ -1,4 +1,4 @@
-"""Nothing is lost, nothing waits, and every number keeps its step."""
+"""`AsyncReadback` loses nothing, never waits, and keeps the step of every number."""
 
 from typing import Any
 
@@ -108,7 +108,7 @@ def test_buffers_grow_with_copies_in_flight_and_are_reused() -> None:
         readback.events[-1].finish()
         kept += readback.ready()
     assert len(readback.buffers) == 5
-    # What was taken is not overwritten by what came later through the same buffer.
+    # Arrays that were taken are not overwritten by later copies through the same buffer.
     assert [one.array.tolist() for one in kept] == [[float(step)] * 3 for step in range(50)]
 
 
@@ -127,7 +127,7 @@ def test_a_buffer_serves_only_its_shape_and_dtype() -> None:
 def test_readback_from_a_gpu_never_waits_for_it() -> None:
     readback = AsyncReadback()
     packed = torch.zeros(4, 8, device="cuda", dtype=torch.float64)
-    readback.submit(-1, packed)  # makes what is made once
+    readback.submit(-1, packed)  # allocates buffers
     readback.drain()
     torch.cuda._sleep(2_000_000_000)  # about a second
     torch.cuda.set_sync_debug_mode("error")
@@ -135,7 +135,7 @@ def test_readback_from_a_gpu_never_waits_for_it() -> None:
         for step in range(3):
             packed.fill_(step)
             readback.submit(step, packed, step=step)
-            assert readback.ready() == []  # the device sleeps: nothing can have arrived
+            assert readback.ready() == []  # the device sleeps, so no copy has arrived
     finally:
         torch.cuda.set_sync_debug_mode("default")
     taken = readback.drain()

@@ -1,4 +1,4 @@
-"""The kernel of `row_dots`, compiled without a GPU: no spills, whole vectors, no atomics."""
+"""The kernel of `row_dots`, compiled without a GPU: no spills, vector loads, no atomics."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Request:
         return f"sm{self.arch}-{self.left}-{self.right}".replace("torch.", "")
 
 
-# Positives of features; features and their gradients, which are in fp32.
+# Dtypes of positives: features; features and their fp32 gradients.
 REQUESTS = [
     Request(80, torch.bfloat16, torch.bfloat16),
     Request(90, torch.float16, torch.float32),
@@ -52,6 +52,6 @@ def test_kernel_reads_vectors_and_spills_no_registers(
     assert not kernel.is_spilled
     assert kernel.complaints == ()
     assert kernel.atomics == ()
-    # Eight values a thread and matrix, of which 16 bytes are read at a time.
+    # 8 values per thread and matrix, in loads of 16 bytes.
     vectors = sum(8 * dtype.itemsize // 16 for dtype in (request_.left, request_.right))
     assert kernel.count("LDG") == kernel.instructions["LDG.E.128"] >= vectors

@@ -1,4 +1,4 @@
-"""The kernels of `tensor_stats`, compiled without a GPU: no spills, whole vectors, no atomics.
+"""The kernels of `tensor_stats`, compiled without a GPU: no spills, vector loads, no atomics.
 
 What the launcher would have Triton compile is compiled here for A100 and H100.
 """
@@ -15,10 +15,10 @@ from tests.contrastive.triton_tiles.kernel_checks import CHIPS
 
 pytestmark = pytest.mark.slow
 
-# The formats differ in how values are widened, the architectures in little.
+# dtypes differ in how values are widened; architectures hardly differ.
 FORMATS = {80: (torch.float32, torch.bfloat16), 90: (torch.float32, torch.float16)}
-# Programs of 128 threads, each with 16 bytes or more on their way from memory: 10 KiB a
-# multiprocessor, what 2 TB/s of an A100's memory need for 108 of them and 0.5 microseconds.
+# Programs of 128 threads with at least 16 bytes in flight per thread. An A100 needs 10 KiB in flight
+# per multiprocessor: 2 TB/s times a latency of 0.5 microseconds over 108 multiprocessors.
 PROGRAMS_AT_A_TIME = 5
 
 Compile = Callable[["Request"], Compiled]

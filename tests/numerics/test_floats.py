@@ -1,4 +1,4 @@
-"""Facts about half-precision formats: rounding, flushing and overflow."""
+"""Limits of floating-point dtypes: rounding, flushing and overflow."""
 
 import math
 
@@ -27,7 +27,9 @@ def test_fp16_limits_have_their_known_values() -> None:
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_flushing_and_overflow_begin_exactly_at_the_limits(dtype: torch.dtype) -> None:
     flushed, overflowing = largest_flushed(dtype), smallest_overflowing(dtype)
-    step = 2.0**-50 if dtype == torch.float32 else 2.0**-12  # torch rounds to halves through fp32
+    step = (
+        2.0**-50 if dtype == torch.float32 else 2.0**-12
+    )  # torch rounds to half precision through fp32
     assert rounded(flushed, dtype) == 0
     assert rounded(flushed * (1 + step), dtype) == 2 * flushed  # the smallest subnormal
     assert rounded(overflowing, dtype) == math.inf

@@ -1,4 +1,4 @@
-"""`row_dots` on the GPU that its kernel is for."""
+"""`row_dots` on a GPU."""
 
 import pytest
 import torch

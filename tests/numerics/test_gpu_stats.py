@@ -1,4 +1,4 @@
-"""`tensor_stats` on the GPU it is for, against float64."""
+"""`tensor_stats` on a GPU, against float64."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,7 +70,7 @@ def test_stats_and_readback_never_wait(has_kernels: bool) -> None:
     named = {f"layer.{i}": tensor for i, tensor in enumerate(tensors)}
     loss_scale = torch.tensor(2.0**10, device="cuda")
     readback = AsyncReadback()
-    readback.submit(0, tensor_stats(tensors))  # compiles, and makes what is made once
+    readback.submit(0, tensor_stats(tensors))  # compiles kernels and allocates buffers
     readback.drain()
     with _no_waiting():
         packed = tensor_stats(tensors, scale=loss_scale, unscale=1 / loss_scale)

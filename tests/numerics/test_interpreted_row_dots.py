@@ -25,7 +25,7 @@ def test_dots_equal_those_of_float64(left: torch.dtype, right: torch.dtype) -> N
         x, y = parts[0].to(left), (100 * parts[1]).to(right)
         dots = fused_row_dots(x, y)
         assert dots.dtype == torch.float64
-        # Products are exact; each of `width` sums is off by half an ulp of what they come to.
+        # Products are exact; each of `width` additions has an error of half a ULP of the sum.
         bound = width * 2.0**-53 * (x.double() * y.double()).abs().sum(1)
         assert bool(((dots - (x.double() * y.double()).sum(1)).abs() <= bound).all())
         torch.testing.assert_close(row_dots(x, y, torch.float64), dots, rtol=0, atol=bound.max())

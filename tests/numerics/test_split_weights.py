@@ -1,4 +1,4 @@
-"""fp32 weights kept in half, against float64."""
+"""fp32 weights stored in half precision, against float64."""
 
 import pytest
 import torch
@@ -116,10 +116,10 @@ def test_residual_of_another_weight_is_ignored(half: torch.dtype) -> None:
     weight, residual = split_weight(m, half)
     rest = (residual.double() * residual_unit(half)).abs()
     zeros = join_weight(torch.zeros_like(weight), residual)
-    is_larger = rest > 2.0**-24  # than half a step of 0, in fp16
+    is_larger = rest > 2.0**-24  # more than half a ULP of 0 in fp16
     assert is_larger.any()
     assert (zeros[is_larger] == 0).all()
-    # Of a weight of the same size, some residuals could be its own; it still rounds to itself.
+    # A residual may fit another weight of the same magnitude; the sum still rounds to the weight.
     new = (torch.randn(1001) + 3).to(half)
     assert torch.equal(join_weight(new, residual).to(half), new)
 
@@ -134,10 +134,10 @@ def test_updates_below_half_a_ulp_accumulate(half: torch.dtype) -> None:
         weight, residual = split_weight(join_weight(weight, residual) + update, half)
     expected = torch.full((3,), 1 + 1000 * update)
     torch.testing.assert_close(join_weight(weight, residual), expected, rtol=2.0**-14, atol=0)
-    assert (torch.ones(3).to(half) + update == 1).all()  # alone, half stands still
+    assert (torch.ones(3).to(half) + update == 1).all()  # half precision alone stagnates
 
 
-# --- rounding at random --------------------------------------------------------------------------
+# --- stochastic rounding --------------------------------------------------------------------------
 
 
 def neighbours(m: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -172,10 +172,10 @@ def test_stochastic_rounding_is_unbiased_and_returns_neighbours_only(
     assert ((many.double() == outer) | (many.double() == inner)).all()
     is_outer = (many.double() == outer) & (inner != outer)
     wanted = ((m.double() - inner).abs() / (outer - inner).abs()).nan_to_num()
-    # Each share lies within 6 standard deviations; below fp16's smallest number, noise has 13 bits.
+    # Each share is within 6 standard deviations; noise has 13 bits below fp16's smallest number.
     bound = 6 * (wanted * (1 - wanted) / draws).sqrt() + 2.0**-13 + 4 / draws
     assert ((is_outer.double().mean(0) - wanted).abs() < bound).all()
-    # So does their mean, which sees a bias of a thousandth of a step.
+    # So is the mean, which would show a bias of 1/1000 ULP.
     bias = (is_outer.double().mean(0) - wanted).mean().abs()
     assert bias < 6 * 0.5 / (301 * draws) ** 0.5 + 2.0**-13
 
@@ -213,7 +213,7 @@ def test_rounding_takes_any_shape_and_stride(half: torch.dtype) -> None:
 
 @half_dtypes
 def test_batched_tensors_are_bitwise_equal_to_single_ones(half: torch.dtype) -> None:
-    # Small, without elements, of no dimension, not contiguous, and too large to be joined with any.
+    # Small, empty, 0-d, not contiguous, and too large to be batched.
     shapes = [(3, 5), (0,), (), (7,), (300, 300), (2, 3, 4)]
     masters = [torch.randn(shape) * 10.0 ** (index - 3) for index, shape in enumerate(shapes)]
     masters += [torch.randn(4, 6).t(), torch.tensor([torch.inf, torch.nan, 1e6])]

@@ -37,7 +37,7 @@ def test_count_non_finite_equals_a_loop_over_values(seed: int) -> None:
         for values in (tensor.double().flatten().tolist() for tensor in tensors)
     ]
     assert counts.tolist() == expected
-    assert counts.sum(0).min() > 50  # both kinds occur, so that a swap of columns would show
+    assert counts.sum(0).min() > 50  # both kinds occur, so swapped columns would fail
 
 
 def test_count_non_finite_of_large_finite_values_is_zero() -> None:

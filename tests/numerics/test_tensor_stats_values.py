@@ -1,4 +1,4 @@
-"""`tensor_stats` against float64, on values with everything planted that a format can hold."""
+"""`tensor_stats` against float64, on values of all kinds that a dtype can hold."""
 
 import math
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def test_scales_move_the_bounds_and_the_values(scale: float, unscale: float) -> 
         tensors, scale=torch.tensor(scale), unscale=torch.tensor([unscale], dtype=torch.float64)
     )
     assert_stats_agree(as_tensors, tensors, **expected)
-    # The bounds lie elsewhere than without scales, so that leaving one out would show.
+    # Each scale moves the bounds, so ignoring a scale would fail.
     counts = dense_stats(tensors, **expected)[:, StatField.SUBNORMALS]
     assert (counts != dense_stats(tensors)[:, StatField.SUBNORMALS]).any()
 
@@ -175,7 +175,7 @@ def test_complex_numbers_are_two_values(dtype: torch.dtype) -> None:
     assert stored_numels([tensor, tensor.T]) == (70, 70)
     assert_stats_agree(tensor_stats([tensor, tensor.T]), [pairs, pairs.transpose(0, 1)])
     conjugate = pairs * torch.tensor([1, -1])
-    assert tensor.conj().is_conj()  # lazily: in memory nothing has changed
+    assert tensor.conj().is_conj()  # lazy: the memory is unchanged
     assert torch.equal(tensor_stats([tensor.conj()]), tensor_stats([conjugate]))
 
 
@@ -260,7 +260,7 @@ def _process_group() -> Iterator[None]:
 def test_dtensors_contribute_their_local_shards() -> None:
     mesh = init_device_mesh("cpu", (1,))
     shard = torch.randn(5, 300)
-    # Of another rank's rows, this rank knows the number.
+    # This rank knows only the number of another rank's rows.
     weight = DTensor.from_local(shard, mesh, [Shard(0)], shape=(10, 300), stride=(300, 1))
     assert weight.shape == (10, 300)
     assert stored_numels([weight]) == (1500,)

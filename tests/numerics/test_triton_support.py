@@ -1,4 +1,4 @@
-"""Triton is tried once on a device, and whatever needs it goes on without, with a reason."""
+"""Triton is probed once per device; without Triton, its users fall back with a reason."""
 
 import warnings
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Small CLIP-like modules to train, and the same ones cut into micro-batches by hand."""
+"""Small CLIP-like modules, and the same modules split into micro-batches by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ WIDTH_IN, WIDTH = 12, 24
 
 
 class InMicroBatches(nn.Module):
-    """Runs a tower in micro-batches with the whole graph, as no gradient cache would."""
+    """Runs a tower in micro-batches and keeps the whole graph, without a gradient cache."""
 
     def __init__(self, tower: nn.Module, rows: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def make_tower(dropout: float) -> nn.Sequential:
 
 
 class TinyCLIP(pl.LightningModule):
-    """Two towers with dropout, a scale, and a head that no tower holds."""
+    """Two towers with dropout, a scale, and a head outside of the towers."""
 
     def __init__(
         self,

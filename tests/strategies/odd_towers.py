@@ -1,4 +1,4 @@
-"""Towers as people write them: structures, in-place work, generators, adapters, caches."""
+"""Unusual towers: nested outputs, in-place operations, generators, adapters, caches."""
 
 import dataclasses
 from collections import UserDict
@@ -20,11 +20,11 @@ class Features:
 
 
 class ADict(dict):
-    """A dict that pytrees do not know."""
+    """A dict subclass that pytrees do not know."""
 
 
 class Mean(UserDict):
-    """As `BatchFeature` and `BatchEncoding` are."""
+    """A `UserDict`, like `BatchFeature` and `BatchEncoding`."""
 
 
 class OddCLIP(TinyCLIP):
@@ -45,7 +45,7 @@ class OddCLIP(TinyCLIP):
 
 
 class Returns(nn.Module):
-    """Packs its features into a structure."""
+    """Returns its features in a nested structure."""
 
     def __init__(self, pack: Any) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def _in_a_dict_subclass() -> OddCLIP:
 
 
 class Takes(nn.Module):
-    """Takes things besides the batch."""
+    """Takes further arguments besides the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class WritesToItsInput(OddCLIP):
         self.visual = InPlace(self.visual)
 
     def encode(self, image: Tensor) -> Tensor:
-        # What the tower did to the batch is seen afterwards, as without the cache.
+        # In-place changes of the batch are visible afterwards, as without the cache.
         return self.visual(image) + 0.1 * image.mean()
 
 
@@ -134,7 +134,7 @@ class WritesToActivations(OddCLIP):
 
 
 class OwnNoise(nn.Module):
-    """Draws one number a row, so that micro-batches draw what the whole batch does."""
+    """Draws one number per row, so that micro-batches draw the same numbers as the whole batch."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class OwnGenerator(OddCLIP):
 
 
 class FrozenWithAdapter(OddCLIP):
-    """A frozen tower whose adapter hangs on a hook, and whose prompt is an attribute."""
+    """A frozen tower with an adapter in a hook and a prompt in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class WithCheckpoints(OddCLIP):
 
 
 class Rotary(nn.Module):
-    """Buffers that grow, are expanded, are counted, and do not change at all."""
+    """Buffers that grow, are expanded, count calls, or never change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class WithBuffers(OddCLIP):
 
 
 class Hooked(OddCLIP):
-    """Hooks that change gradients, and post-accumulate hooks, all counted."""
+    """Counts hooks that change gradients and post-accumulate hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Hooked(OddCLIP):
 
 
 class StepsInBackward(OddCLIP):
-    """Steps each parameter as soon as its gradient is there."""
+    """Steps each parameter as soon as its gradient is accumulated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class StepsInBackward(OddCLIP):
 
 
 class TakesGradients(OddCLIP):
-    """Asks for gradients of a tower, and adds their norm to the batch."""
+    """Computes gradients of a tower, and adds their norm to the batch."""
 
     def encode(self, image: Tensor) -> Tensor:
         pixels = image.detach().requires_grad_()
@@ -268,7 +268,7 @@ class TakesGradients(OddCLIP):
 
 
 class Experts(nn.Module):
-    """An expert for some rows only."""
+    """An expert that only some rows use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Averages of gradients over ranks: some of `None`, sparse ones, buckets, communication hooks."""
+"""Gradient averages over ranks: `None`, sparse gradients, buckets, communication hooks."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.processes import run_ranks
 pytestmark = pytest.mark.distributed
 
 RANKS = 3
-# Ranks that have a gradient; all others hold `None`.
+# Ranks with a gradient; the gradient of all other ranks is `None`.
 HAVE = {
     "first.weight": {0, 1, 2},
     "first.bias": {1},
@@ -27,7 +27,7 @@ class Parts(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(40, 30)
-        self.half = nn.Linear(30, 20).bfloat16()  # whose bias no rank has used
+        self.half = nn.Linear(30, 20).bfloat16()  # no rank uses its bias
         self.table = nn.Embedding(9, 4, sparse=True)
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
 
@@ -47,7 +47,7 @@ def _average(rank: int, bucket_bytes: int, hook: str | None) -> dict[str, Tensor
         None: None,
         "fp16": (default_hooks.fp16_compress_hook, None),
         "wrapped": (default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), None),
-        # Of full rank, so that nothing is lost but rounding.
+        # Full rank, so that only rounding is lost.
         "power": (
             powerSGD_hook.powerSGD_hook,
             powerSGD_hook.PowerSGDState(

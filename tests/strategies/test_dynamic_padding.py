@@ -1,4 +1,4 @@
-"""Loader batches padded to lengths of their own train as one padded batch does without towers."""
+"""Loader batches padded to different lengths train like one padded batch without the cache."""
 
 import lightning.pytorch as pl
 import pytest
@@ -31,7 +31,7 @@ class Captions(Dataset):
 
 
 def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Pad to the longest row, as collators of Hugging Face do."""
+    """Pad to the longest row, like Hugging Face's collators."""
     ids = pad_sequence([tokens for _, tokens in rows], batch_first=True)
     image = torch.stack([image for image, _ in rows])
     return {"image": image, "input_ids": ids, "attention_mask": (ids != 0).long()}

@@ -1,4 +1,4 @@
-"""`InfCLStrategy(micro_batch_size="auto")`: logged, and kept for the run that goes on."""
+"""`InfCLStrategy(micro_batch_size="auto")`: sizes are logged and kept by resumed runs."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def test_auto_sizes_are_logged_stored_in_checkpoints_and_resumed(
     trainer.save_checkpoint(path)
     assert torch.load(path, weights_only=False)["micro_batch_sizes"] == sizes
 
-    # Where there is more memory too, as dropout draws micro-batch by micro-batch.
+    # Also with more memory, because dropout masks depend on the micro-batch size.
     start = parameters_of(model)
     resumed, other, _ = _fit(2, 2**30, path)
     assert other._micro_batch_sizes == sizes
@@ -48,7 +48,7 @@ def test_auto_sizes_are_logged_stored_in_checkpoints_and_resumed(
 def test_auto_size_trains_like_an_explicit_size() -> None:
     model, strategy, _ = _fit(epochs=1)
     rows = set(strategy._micro_batch_sizes.values())
-    assert len(rows) == 1  # two towers alike
+    assert len(rows) == 1  # the towers are equal
     torch.manual_seed(5)
     given = TinyCLIP(dropout=0.3)
     strategy = InfCLStrategy(micro_batch_size=rows.pop())

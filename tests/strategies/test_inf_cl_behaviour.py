@@ -1,4 +1,4 @@
-"""What the strategy promises besides equal weights: traffic, memory, hooks, errors, loops."""
+"""Guarantees besides equal weights: communication, memory, hooks, errors, loops."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.strategies.models import WIDTH, WIDTH_IN, TinyCLIP, loader, make_towe
 
 
 class SeesRows(nn.Module):
-    """Notes the rows and dtype of every batch that passes."""
+    """Records the rows and dtype of every batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def _buckets_in_training(rank: int, accumulate: int, automatic: bool) -> list[in
 @pytest.mark.parametrize(("accumulate", "automatic"), [(1, True), (2, True), (1, False)])
 def test_inf_cl_all_reduces_each_bucket_once_per_step(accumulate: int, automatic: bool) -> None:
     for buckets in run_ranks(_buckets_in_training, 2, accumulate, automatic):
-        # DDP regroups its buckets after the first step, in the order in which they came.
+        # DDP rebuilds its buckets after the first step, in the order of the gradients.
         first = buckets[: len(buckets) - 3 * (max(buckets) + 1)]
         rest = buckets[len(first) :]
         assert max(buckets) > 0, "the test needs several buckets"
@@ -77,7 +77,7 @@ def test_inf_cl_all_reduces_each_bucket_once_per_step(accumulate: int, automatic
 
 
 class PeakOfSaved:
-    """The most bytes that autograd held for backward at a time, each storage once."""
+    """Peak bytes that autograd saved for backward, counting each storage once."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -108,7 +108,7 @@ class _Saved:
 
 
 class MeasuredTower(nn.Module):
-    """A tower that measures what autograd holds for it, over all its calls."""
+    """A tower that measures the bytes autograd saves for it, over all its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_inf_cl_towers_run_plainly_in_validation_and_test() -> None:
     model.visual = nn.Sequential(SeesRows(), model.visual)
     trainer = make_trainer(InfCLStrategy(micro_batch_size=3), max_steps=2, val_check_interval=1)
     trainer.fit(model, loader(16, 8), loader(10, 10))
-    # The sanity check; then twice a step in micro-batches, without and with grad; validation.
+    # The sanity check; two runs of micro-batches per step, first run and replay; validation.
     step = [3, 3, 2] * 2 + [10]
     assert model.visual[0].rows == [10, *step, *step]
     model.visual[0].rows.clear()
@@ -181,7 +181,7 @@ def test_inf_cl_offload_to_host_trains_bitwise_equal(prefetch: int) -> None:
 
 
 class OnAnotherDevice(InfCLStrategy):
-    """Says that the root device is another one, and notes where batches are sent."""
+    """Pretends to have another root device, and records the devices of batches."""
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         module = self.lightning_module
@@ -229,7 +229,7 @@ def test_inf_cl_batch_norm_warns_once_and_updates_buffers_once_per_step() -> Non
 
 
 class ManyWays(TinyCLIP):
-    """Towers by method and by path, one called twice, one inside another, one with two outputs."""
+    """Towers by method and path: called twice, inside another tower, with two outputs."""
 
     def __init__(self, compiled: bool = False) -> None:
         super().__init__(dropout=0.0)
@@ -250,7 +250,7 @@ class ManyWays(TinyCLIP):
 
     def features(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
         image, text = batch
-        # Trained layers before a tower, and features changed in place after it.
+        # Trained layers before a tower, and features changed in place after the tower.
         image = self.model["image"](self.stem(image))
         image += self.model["image"](batch[0])
         outputs = self.encode(text, prompt=self.prompt, normalize=True)
@@ -262,7 +262,7 @@ class ManyWays(TinyCLIP):
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.sweep)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-# Dynamo looks at `.grad` of whatever a compiled module is given, as in plain training.
+# Dynamo reads `.grad` of the inputs of a compiled module, as in plain training.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_inf_cl_towers_called_in_various_ways_train_like_plain_towers(compiled: bool) -> None:
@@ -299,7 +299,7 @@ class Frozen(TinyCLIP):
 def test_inf_cl_frozen_tower_is_not_replayed() -> None:
     model = Frozen()
     make_trainer(InfCLStrategy(micro_batch_size=4), max_steps=1).fit(model, loader(8, 8))
-    assert model.visual[0].rows == [2, 3, 4, 4]  # after a look at what two and three rows return
+    assert model.visual[0].rows == [2, 3, 4, 4]  # after the shape check with two and three rows
 
 
 @pytest.mark.slow
@@ -319,7 +319,7 @@ def test_inf_cl_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
     resumed, trainer = fit(8, tmp_path / "half.ckpt")
     assert trainer.global_step == 8
     assert torch.equal(parameters_of(resumed), parameters_of(straight))
-    # The checkpoint is one of the plain model.
+    # The checkpoint equals that of the plain model.
     state = torch.load(tmp_path / "half.ckpt", weights_only=False)["state_dict"]
     TinyCLIP().load_state_dict(state)
 

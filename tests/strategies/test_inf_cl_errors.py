@@ -1,4 +1,4 @@
-"""What the strategy refuses, with which words, and that nothing is trained by then."""
+"""Errors of the strategy and their messages; nothing is trained before an error."""
 
 import copy
 from typing import Any
@@ -19,7 +19,7 @@ from tests.strategies.models import TinyCLIP, loader, make_trainer
 
 
 class CallsNoTower(TinyCLIP):
-    """Calls towers only in the steps named."""
+    """Calls towers only in the given steps."""
 
     def __init__(self, steps: set[int]) -> None:
         super().__init__()

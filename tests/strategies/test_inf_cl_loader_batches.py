@@ -1,4 +1,4 @@
-"""Loader batches gathered into one equal those of a big loader, and the host holds one."""
+"""Gathered loader batches equal the batches of a large loader, and the host holds one."""
 
 import gc
 import weakref
@@ -91,7 +91,7 @@ def test_gathered_batches_of_distributed_samplers_equal_large_batches() -> None:
 
 
 class Rows(Dataset):
-    """Rows of many kinds."""
+    """Rows with fields of many types."""
 
     def __len__(self) -> int:
         return 7
@@ -148,7 +148,7 @@ class NotesBatches(SeesBatches):
 
 
 class Watches(Dataset):
-    """Counts the whole batches that are in memory when a row is read for the next one."""
+    """Counts the gathered batches in memory when a row of the next batch is read."""
 
     batches: list[Any] = []
     counts: list[int] = []

@@ -27,7 +27,7 @@ SHARES = {"equal": [12, 12], "unequal": [15, 9]}
 
 
 class Scatters(TorchDispatchMode):
-    """Counts how often gradients are reduced and scattered."""
+    """Counts reduce-scatters of gradients."""
 
     count = 0
 
@@ -37,7 +37,7 @@ class Scatters(TorchDispatchMode):
 
 
 class Towers(nn.Module):
-    """Both towers in one module, which is sharded as one and called by its methods."""
+    """Both towers in one sharded module, called through its methods."""
 
     def __init__(self, visual: nn.Module, text: nn.Module) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class Towers(nn.Module):
 
 
 class Model(TinyCLIP):
-    """In float64; shards itself where a mesh is there, and notes the collectives of each step."""
+    """A float64 model that shards itself if there is a mesh, and records collectives per step."""
 
     def __init__(self, layout: str = "towers", **kwargs: Any) -> None:
         super().__init__(dropout=0.0, **kwargs)
         self.double()
         self.layout = layout
-        self.loss = ContrastiveLoss(exchange="ring")  # slices would be scattered too
+        self.loss = ContrastiveLoss(exchange="ring")  # slices would use reduce-scatter, too
         self.counts: list[int] = []
         if layout == "methods":
             self.both = Towers(self.visual, self.text)
@@ -91,7 +91,7 @@ class Model(TinyCLIP):
 
     def on_train_start(self) -> None:
         self.counting = Scatters()
-        if self.global_rank == 0:  # all reduce as often, and to look at each operation takes long
+        if self.global_rank == 0:  # one rank suffices, and tracing operations is slow
             self.counting.__enter__()
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -174,7 +174,7 @@ def test_two_ranks_train_like_one_process(results: Any, name: str) -> None:
     if name == "methods":  # its towers come after the head
         assert sorted(value.tolist()) == pytest.approx(sorted(expected.tolist()), rel=1e-9)
     else:
-        # float64 sums of some hundred terms in another order.
+        # float64 sums of some hundred terms in a different order.
         assert relative_error(value, expected) < 1e-12
     assert relative_error(expected, start) > 1e-3
     assert results[name]["losses"] == pytest.approx(model.losses, rel=1e-12)
@@ -185,7 +185,7 @@ def _without_layout(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_gradients_are_reduce_scattered_once_per_step(results: Any) -> None:
-    # One a group of parameters: two towers and the head.
+    # One per group of parameters: two towers and the head.
     for name, each in {"equal": 3, "plain head": 2, "blocks": 5, "methods": 1}.items():
         counts = results[name]["counts"]
         assert counts == [each * (step + 1) for step in range(STEPS)], name

@@ -1,4 +1,4 @@
-"""`InfCLModelParallelStrategy` with half precision, checkpoints, and what it refuses."""
+"""`InfCLModelParallelStrategy` with half precision and checkpoints, and its errors."""
 
 import re
 from pathlib import Path
@@ -29,14 +29,14 @@ SCALE = LossScaleConfig(init_scale=2.0**8, growth_interval=3)
 
 
 class Wide(Model):
-    """Trains with AdamW, and with what the plugin gathers in half."""
+    """Trains with AdamW and half-precision all-gathers of the plugin."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return AdamW(self.parameters(), lr=1e-2)
 
 
 class Leading(Model):
-    """Calls a tower with what requires grad."""
+    """Calls a tower with an input that requires grad."""
 
     def features(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
         image, text = batch
@@ -95,14 +95,14 @@ def test_run_resumes_from_its_checkpoint(tmp_path: Path, distributed: bool) -> N
     results = run_ranks(_resume, RANKS, str(tmp_path), distributed)
     whole, first, rest, (found, kept) = results[0]
     assert relative_error(first, whole) > 1e-3
-    # The same sums but for how rows are cut, in float64.
+    # Equal float64 sums except for the split of rows.
     assert relative_error(rest, whole) < 1e-12
     assert found == kept
     assert set(found) == {"visual", "text"}
 
 
 class Thawing(Model):
-    """Trains its scale, which no shard holds, from the second step on."""
+    """Trains its scale, which is not sharded, from the second step on."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -125,7 +125,7 @@ def test_parameter_that_is_not_sharded_and_unfrozen_later_stays_equal_on_all_ran
 
 
 class Dropping(nn.Sequential):
-    """Leaves a layer out of the fifth call: the third micro-batch after two trials of shapes."""
+    """Skips a layer in the fifth call: the third micro-batch after two calls of the shape check."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""Towers as people write them train as under DDP without the cache; what cannot be is refused."""
+"""Unusual towers train like under plain DDP without the cache."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def _compare(rank: int, world_size: int, names: list[str]) -> dict[str, tuple[fl
 
 def _check(results: dict[str, tuple[float, float]]) -> None:
     for name, (error, moved) in results.items():
-        # Four steps in fp32 along another order of sums; each fault found moved weights by 3%.
+        # Four fp32 steps with a different order of sums; known faults moved weights by 3%.
         assert error < 1e-5, f"{name}: weights differ by {error:.1e}"
         assert moved > 1e-3, f"{name}: the weights did not move"
 
@@ -50,7 +50,7 @@ def test_inf_cl_unusual_tower_trains_like_without_the_cache(name: str) -> None:
     _check(_compare(0, 1, [name]))
 
 
-# Two ranks: what meets DDP's reducer.
+# On two ranks: cases that involve DDP's reducer.
 REDUCED = ["hooks", "reentrant checkpoint", "frozen with an adapter", "gradients of a tower"]
 
 

@@ -1,4 +1,4 @@
-"""CLIP, SigLIP and ViT + BERT as transformers has them: the cache changes no bit that counts."""
+"""CLIP, SigLIP and ViT + BERT of transformers train like without the cache."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,7 +84,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class RealCLIP(pl.LightningModule):
-    """Image and text features of a model by transformers, and the contrastive loss over them."""
+    """Image and text features of a transformers model, and the contrastive loss of them."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class RealCLIP(pl.LightningModule):
             self.model.get_image_features(pixel_values=image),
             self.model.get_text_features(**text),
         ]
-        # transformers 4 returns the features, 5 all that the model made on the way.
+        # transformers 4 returns the features, transformers 5 all outputs of the model.
         tensors = [f if isinstance(f, Tensor) else f.pooler_output for f in features]
         image_features, text_features = (F.normalize(f, dim=-1) for f in tensors)
         return self.loss(image_features, text_features, self.log_scale.exp())
@@ -140,7 +140,7 @@ def _cached() -> InfCLStrategy:
     return InfCLStrategy(towers=towers, micro_batch_size=3)
 
 
-# What the loss does not use is said once, with its name and bytes.
+# Unused outputs draw one warning with their names and bytes.
 UNUSED = pytest.mark.filterwarnings("ignore:.*last_hidden_state")
 
 
@@ -155,7 +155,7 @@ def _compare(rank: int, world_size: int, name: str, **kwargs: Any) -> tuple[floa
 
 
 def _check(error: float, moved: float) -> None:
-    # In float64: only the order of sums differs.
+    # float64: only the order of sums differs.
     assert error < 1e-11, f"weights differ by {error:.1e}"
     assert moved > 1e-4, "the weights did not move"
 
@@ -190,14 +190,14 @@ def test_inf_cl_averaged_weights_equal_those_without_the_cache(average: str) -> 
     module = _train(_clip, _cached(), **{**options, "callbacks": [AVERAGES[average]()]})
     _check(
         relative_error(parameters_of(module), parameters_of(expected)),
-        relative_error(parameters_of(last), parameters_of(expected)),  # the average is another
+        relative_error(parameters_of(last), parameters_of(expected)),  # the average differs
     )
 
 
 @pytest.mark.slow
 @UNUSED
 def test_inf_cl_cache_costs_one_forward_of_the_towers() -> None:
-    """So 4/3 of the FLOPs, where a backward costs two forwards."""
+    """A backward costs two forwards, so the cache costs 4/3 of the FLOPs."""
     plain, cached = (
         _flops_of_a_run(strategy)
         for strategy in (DDPStrategy(find_unused_parameters=True), _cached())

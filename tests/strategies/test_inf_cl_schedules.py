@@ -1,4 +1,4 @@
-"""Towers that are frozen and thawed while training, against one process with the whole batch."""
+"""Towers that are frozen and unfrozen in training, against one process with the whole batch."""
 
 import copy
 from typing import Any
@@ -24,7 +24,7 @@ BATCH, STEPS, EPOCHS, ROWS = 24, 2, 4, 5
 
 
 class Scheduled(TinyCLIP):
-    """In float64, with weight decay, which follows a gradient of zeros and not one of `None`."""
+    """A float64 model with weight decay, which acts on gradients of zeros but not on `None`."""
 
     def __init__(self, schedule: str) -> None:
         super().__init__(dropout=0.0, automatic=schedule != "toggled")
@@ -97,7 +97,7 @@ class Scheduled(TinyCLIP):
         self.end = torch.cat([p.detach().flatten() for p in full])
 
 
-# The epochs in which parts are frozen.
+# The epochs in which modules are frozen.
 THAWED: dict[str, dict[str, set[int]]] = {
     "locked image, then unlocked": {"visual": {0, 1}},
     "progressive": {"visual": {0, 1}, "text.0": {0, 1, 2}, "text.4": {0}},
@@ -136,13 +136,13 @@ def _train(rank: int, world_size: int, sharded: bool, schedules: list[str]) -> d
 def expected() -> dict[str, Tensor]:
     ends = {schedule: _fit("auto", schedule, slice(None)).end for schedule in SCHEDULES}
     for schedule, end in ends.items():
-        # Each part moves in the end: nothing here is equal because it stood still.
+        # Every parameter has moved, so the comparison is not trivial.
         moved = (end - parameters_of(Scheduled(schedule))).abs()
         assert moved[: len(moved) // 4].max() > 1e-2
     return ends
 
 
-# Two ranks and shards take every schedule; a third rank adds a share that is no half.
+# Two ranks and shards run every schedule; three ranks add an average that is not a half.
 SOME = ["progressive", "unused"]
 
 
@@ -162,14 +162,14 @@ def test_towers_frozen_and_unfrozen_train_like_in_one_process(
 ) -> None:
     first, *others = run_ranks(_train, world_size, world_size, sharded, schedules)
     for schedule, end in first.items():
-        # float64, of which AdamW's quotients may lose some digits where gradients are small.
+        # float64; AdamW's quotients lose some digits for small gradients.
         assert relative_error(end, expected[schedule]) < 1e-9, schedule
         for other in others:
             assert torch.equal(end, other[schedule]), f"{schedule}: ranks differ"
 
 
 class Normalised(TinyCLIP):
-    """Notes a running average before the towers of each step move it."""
+    """Records a running average before the towers of each step update it."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)

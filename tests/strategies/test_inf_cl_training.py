@@ -25,7 +25,7 @@ def _fp16() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
 
 
-# On several ranks, what reduces gradients or decides for all of them; alone, what that leaves out.
+# Several ranks: cases with reductions or joint decisions. One rank: all other cases.
 ON_RANKS = ("automatic", "accumulated", "fp16 with scaler, clipped", "unused parameters", "host")
 ALONE = ("manual", "clipped by value", "bf16", "float64", "bucket views")
 CASES: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Fields of loader batches are joined by what they are, and refused where that cannot be told."""
+"""Fields of loader batches are concatenated by their roles; ambiguous fields raise."""
 
 import warnings
 from typing import Any
@@ -18,7 +18,7 @@ SEVERAL = {"image": "rows", "text": "rows", "positives": "row numbers of text"}
 
 
 def several_texts(counts: list[int], seed: int = 0) -> dict[str, Tensor]:
-    """Return a batch with so many texts an image, numbered by `positives`."""
+    """Return a batch with several texts per image, numbered by `positives`."""
     generator = torch.Generator().manual_seed(seed)
     image, text = (
         torch.randn(n, 5, dtype=torch.float64, generator=generator)
@@ -98,7 +98,7 @@ def test_row_numbers_of_every_kind_are_shifted(kind: Any) -> None:
     numbers = torch.arange(100, dtype=torch.int8) if kind == "int8" else kind(list(range(100)))
     batches = [{"image": torch.ones(100, 2), "positives": numbers}] * 3
     (whole,) = gather_batches(batches, 3, positives="row numbers")
-    assert [int(x) for x in whole["positives"]] == list(range(300))  # 299 is no int8
+    assert [int(x) for x in whole["positives"]] == list(range(300))  # 299 does not fit into int8
 
 
 IDS = {
@@ -121,7 +121,7 @@ def test_ids_numbered_within_a_loader_batch_raise(case: str) -> None:
         return
     with pytest.raises(ValueError, match=r"equal ids would not.*roles={'ids': 'rows'}"):
         list(gather_batches(batches, 2))
-    (whole,) = gather_batches(batches, 2, ids="rows")  # classes of the data set
+    (whole,) = gather_batches(batches, 2, ids="rows")  # class labels
     assert torch.equal(whole["ids"], torch.cat([ids, ids]))
 
 
@@ -202,7 +202,7 @@ def test_positives_numbered_within_a_loader_batch_raise(positives: Any) -> None:
     gathered = gather_batches(_batches(positives), 2)
     with pytest.raises(ValueError, match=r"`extra.positives` .* numbers the rows of each loader"):
         list(gathered)
-    (alone,) = gather_batches(_batches(positives, 1), 2)  # nothing is joined
+    (alone,) = gather_batches(_batches(positives, 1), 2)  # nothing is concatenated
     assert len(alone["image"]) == 8
 
 
@@ -224,16 +224,16 @@ def test_row_numbers_under_another_name_warn_and_are_concatenated() -> None:
     rows = torch.arange(8)
     with pytest.warns(UserWarning, match=r"`\[1\]` .*If the numbers are labels"):
         list(gather_batches([(torch.ones(8, 2), rows)] * 2, 2))
-    later = [(torch.ones(8, 2), rows), (torch.ones(8, 2), rows + 8)]  # numbers of the data set
+    later = [(torch.ones(8, 2), rows), (torch.ones(8, 2), rows + 8)]  # row numbers of the data set
     (whole,) = gather_batches(later, 2)
     assert torch.equal(whole[1], torch.arange(16))
-    few = [(torch.ones(2, 2), torch.arange(2))] * 2  # as labels are by chance
+    few = [(torch.ones(2, 2), torch.arange(2))] * 2  # labels may look like row numbers
     (whole,) = gather_batches(few, 2)
     assert whole[1].tolist() == [0, 1, 0, 1]
 
 
 class WithIds(TinyCLIP):
-    """Takes dictionaries with ids, which no loss of its uses."""
+    """Takes dictionaries with ids that its loss does not use."""
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
         return super().training_step([batch["image"], batch["text"]], batch_idx)
@@ -247,7 +247,7 @@ def _warnings(rank: int) -> list[int]:
             for index, (image, text) in enumerate(pairs(8))
         ]
         strategy = InfCLStrategy(micro_batch_size=4, roles=roles)
-        # Each rank has the same rows, and so the same numbers.
+        # All ranks have the same rows and so the same numbers.
         trainer = make_trainer(strategy, devices=2, max_epochs=2, use_distributed_sampler=False)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

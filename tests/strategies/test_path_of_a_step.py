@@ -1,4 +1,4 @@
-"""The files that a batch passes through the strategy's step are those that the docs list."""
+"""A batch passes the files that the docs list, with few moves between files."""
 
 import os
 import re
@@ -13,12 +13,12 @@ from lightning_mp import InfCLStrategy
 from tests.strategies.models import TinyCLIP, loader, make_trainer
 
 ROOT = Path(__file__).parents[2]
-# What a loss does is another story.
+# The files of the loss are not counted.
 OTHERS = ("contrastive/", "_sums/", "_operator", "_tiles/", "_exchange/")
 
 
 class Traces(pl.Callback):
-    """Notes in which files the third step runs, and how often it goes from one to another."""
+    """Records the files that the third step runs in, and the number of moves between files."""
 
     def __init__(self) -> None:
         self.files: list[str] = []
@@ -37,7 +37,7 @@ class Traces(pl.Callback):
         if event not in ("call", "return") or not path.startswith(home):
             return
         name = os.path.relpath(path, ROOT).removeprefix("lightning_mp/")
-        # Comprehensions and lambdas stand where they are read.
+        # Comprehensions and lambdas are read in place.
         if name.startswith(OTHERS) or frame.f_code.co_name.startswith("<"):
             return
         if name != self.last:

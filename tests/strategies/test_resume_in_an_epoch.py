@@ -1,4 +1,4 @@
-"""A run that was interrupted in an epoch goes on with exactly the next batch."""
+"""A run that was interrupted within an epoch resumes at exactly the next batch."""
 
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from tests.strategies.models import gather_batches, make_trainer, pairs
 from tests.strategies.test_inf_cl_loader_batches import SeesBatches
 
 OWN_SAMPLER = ("own generator", "drawn")
-COUNT, EPOCHS = 60, 2  # 5 whole batches of 3 loader batches of 4 rows
+COUNT, EPOCHS = 60, 2  # 5 gathered batches of 3 loader batches of 4 rows
 
 
 class Stateful(DataLoader):
-    """A loader that counts its batches and can go on from any of them."""
+    """A loader that counts its batches and can resume at any batch."""
 
     start = at = 0
 
@@ -46,14 +46,14 @@ class Stateful(DataLoader):
 
 
 class Stream(IterableDataset):
-    """Rows without a length, for which Lightning fetches a batch ahead."""
+    """A data set without a length, for which Lightning fetches a batch ahead."""
 
     def __iter__(self) -> Any:
         return iter(pairs(COUNT))
 
 
 class Reversed(Sampler):
-    """A sampler that nothing is known of."""
+    """A sampler of unknown order."""
 
     def __iter__(self) -> Any:
         return iter(range(COUNT - 1, -1, -1))
@@ -63,7 +63,7 @@ class Reversed(Sampler):
 
 
 class Saves(pl.Callback):
-    """Saves in the middle of both epochs and around the end of the first."""
+    """Saves within both epochs and around the end of the first epoch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,14 +92,14 @@ def _loader(kind: str) -> DataLoader:
 
 
 def _fit(kind: str, folder: Path | None, joined: int = 3, **trainer: Any) -> SeesBatches:
-    """Train, and save in some steps and at the end; or go on from `ckpt_path`."""
+    """Train and save in some steps and at the end, or resume from `ckpt_path`."""
     pl.seed_everything(3, verbose=False)
     model = SeesBatches(optimizer=torch.optim.Adam)
     path = trainer.pop("ckpt_path", None)
     if folder is not None:
         trainer["callbacks"] = [Saves(folder)]
     strategy = InfCLStrategy(micro_batch_size=3, loader_batches_per_step=joined)
-    # With Lightning's sampler of ranks, torch's own are only there in others.
+    # With several ranks, Lightning wraps torch's samplers.
     trainer |= {"max_epochs": EPOCHS, "use_distributed_sampler": kind not in OWN_SAMPLER}
     fitted = make_trainer(strategy, **trainer)
     fitted.fit(model, _loader(kind), ckpt_path=path)
@@ -111,7 +111,7 @@ def _fit(kind: str, folder: Path | None, joined: int = 3, **trainer: Any) -> See
 def _check(whole: SeesBatches, resumed: SeesBatches, step: int, is_drawn: bool = False) -> None:
     rest = whole.seen[step:]
     assert len(resumed.seen) == len(rest)
-    if is_drawn:  # later epochs are drawn from torch's generator, which Lightning restores nowhere
+    if is_drawn:  # Lightning does not restore torch's generator for later epochs
         left = 5 - step % 5
         assert all(torch.equal(*two) for two in zip(resumed.seen[:left], rest, strict=False))
         return
@@ -189,7 +189,7 @@ def test_checkpoint_of_another_loader_starts_again_with_a_log_line(
 def test_epoch_ended_by_max_steps_resumes(kind: str, tmp_path: Path) -> None:
     whole = _fit(kind, None)
     _fit(kind, tmp_path, max_steps=3)
-    # Lightning counts the epoch as a whole one, and goes on with the number of the next.
+    # Lightning counts the epoch as complete and resumes with the next epoch number.
     resumed = _fit(kind, None, max_steps=5, ckpt_path=tmp_path / "end.ckpt")
     assert all(torch.equal(*two) for two in zip(resumed.seen, whole.seen[3:5], strict=True))
 
@@ -228,7 +228,7 @@ def _fit_on_ranks(rank: int, folder: Path, step: int | None) -> tuple[list[Tenso
 
 @pytest.mark.distributed
 def test_each_rank_resumes_at_its_own_next_batch(tmp_path: Path) -> None:
-    # 30 rows a rank: 3 whole batches an epoch.
+    # 30 rows per rank: 3 gathered batches per epoch.
     whole = run_ranks(_fit_on_ranks, 2, tmp_path, None)
     resumed = run_ranks(_fit_on_ranks, 2, tmp_path, 5)
     for (batches, weights), (rest, rest_weights) in zip(whole, resumed, strict=True):
