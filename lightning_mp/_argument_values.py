@@ -224,14 +224,14 @@ def _of_numbers(kind: type, bounds: str) -> _Kind:
 
     limits = [f"of at least {ends[0]}" if takes_low else f"above {ends[0]}"]
     limits += [f"at most {ends[1]}" if takes_high else f"below {ends[1]}"]
-    said = " and ".join(limit for limit in limits if not limit.endswith("inf"))
+    interval = " and ".join(limit for limit in limits if not limit.endswith("inf"))
     if takes_low and takes_high and math.isfinite(high):
-        said = f"from {ends[0]} to {ends[1]}"
+        interval = f"from {ends[0]} to {ends[1]}"
     noun = "integer" if kind is int else "number"
     if kind is float and math.isinf(high) and not takes_high:
         noun = "finite number"
     article = "an" if kind is int else "a"
-    return _Kind((f"{article} {noun} {said}".rstrip(),), f"{noun}s {said}".rstrip(), take)
+    return _Kind((f"{article} {noun} {interval}".rstrip(),), f"{noun}s {interval}".rstrip(), take)
 
 
 def _number(text: str) -> float:

@@ -157,13 +157,13 @@ def _unknown_name(
         near = nearest(name, known)
         if near is None and takes_more and also is None:
             continue  # the receiver of `**kwargs` checks the name
-        said = f"It takes no `{name}`. "
+        rejected = f"It takes no `{name}`. "
         # Hints first, because they know the meaning of the name in other libraries.
         if name in hints:
-            return said + hints[name]
+            return rejected + hints[name]
         if near is not None:
-            return f"{said}Did you mean `{near}`?"
-        return said + (_by_value(table, value) or f"It takes {_listed(known)}.")
+            return f"{rejected}Did you mean `{near}`?"
+        return rejected + (_by_value(table, value) or f"It takes {_listed(known)}.")
     return None
 
 
@@ -175,8 +175,8 @@ def _without_name(table: ValueTable, parameters: _Parameters, args: Sequence[Any
     names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     if not names:
         return f"It takes {len(places)} arguments: {_listed([p.name for p in places])}."
-    said = f"{shown(value)} must be passed by name. "
-    return said + (_by_value(table, value) or f"The names are {_listed(names)}.")
+    rejected = f"{shown(value)} must be passed by name. "
+    return rejected + (_by_value(table, value) or f"The names are {_listed(names)}.")
 
 
 def _missing(parameters: _Parameters, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:

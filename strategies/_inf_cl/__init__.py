@@ -1,1 +1,1 @@
-"""What `InfCLStrategy` is made of."""
+"""The parts that both strategies share."""

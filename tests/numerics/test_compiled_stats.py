@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 # dtypes differ in how values are widened; architectures hardly differ.
 FORMATS = {80: (torch.float32, torch.bfloat16), 90: (torch.float32, torch.float16)}
-# Programs of 128 threads with at least 16 bytes in flight per thread. An A100 needs 10 KiB in flight
-# per multiprocessor: 2 TB/s times a latency of 0.5 microseconds over 108 multiprocessors.
+# Programs of 128 threads with at least 16 bytes in flight per thread. An A100 needs 10 KiB in
+# flight per multiprocessor: 2 TB/s times a latency of 0.5 microseconds over 108 multiprocessors.
 PROGRAMS_AT_A_TIME = 5
 
 Compile = Callable[["Request"], Compiled]

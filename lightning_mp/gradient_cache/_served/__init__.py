@@ -1,1 +1,1 @@
-"""What `GradientCache` is made of: arguments, micro-batches, outputs, replays."""
+"""The parts of `GradientCache`: arguments, micro-batches, outputs, replays."""

@@ -56,7 +56,7 @@ class Replayed(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What the replay of one micro-batch starts from and is compared with."""
+    """The initial state of the replay of one micro-batch, and the sketches of its outputs."""
 
     rng: RngState
     leaves: frozenset[int]

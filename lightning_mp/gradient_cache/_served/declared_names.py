@@ -31,7 +31,7 @@ class DeclaredNames:
         """Returns which facts hold on any rank, so that all ranks raise together."""
         self._declared = declared
         self.is_open = bool(declared.words)
-        """Whether names are still to be checked."""
+        """Whether the names have not been checked yet."""
         self._called: set[str] = set()
         # A dict keeps the order of the calls, for messages.
         self._paths: dict[Place, dict[str, None]] = {"argument": {}, "output": {}, "field": {}}
