@@ -137,7 +137,7 @@ def test_cli_help_shows_the_arguments_of_a_strategy(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["fit", "--trainer.strategy.help", "InfCLStrategy"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Rows that a tower sees at a time; " in printed
+    assert "Rows per micro-batch. " in printed
     assert "default: 256" in printed
 
 
@@ -193,7 +193,7 @@ def test_cli_fits_with_all_callbacks_and_rebuilds_the_report(
 
 
 def test_cli_report_error_names_the_callback_that_writes_the_data(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"no report's data.*InstabilityReport"):
+    with pytest.raises(SystemExit, match=r"no report data.*InstabilityReport"):
         main(["report", str(tmp_path)])
 
 

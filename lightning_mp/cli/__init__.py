@@ -1,4 +1,4 @@
-"""`lightning-mp`: LightningCLI that knows this package's plugins, and commands of its own."""
+"""The command `lightning-mp`: LightningCLI with this package's classes, and further commands."""
 
 import os
 import sys
@@ -10,34 +10,33 @@ __all__ = ["main"]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `LightningMPCLI` on `args` (`sys.argv` if `None`), or a command that needs no Trainer.
+    """Run `LightningMPCLI` or a command without a Trainer on `args` (`sys.argv` if `None`).
 
-    As with `python -m`, modules in the working directory can be imported, so that a `class_path`
-    may lead to code beside the config file.
+    As with `python -m`, modules in the working directory can be imported, so that `class_path` may
+    refer to them.
 
     Raises:
-        SystemExit: The arguments cannot be parsed, a command cannot do its work, or the run was
-            interrupted.
+        SystemExit: The arguments are invalid, a command fails, or the run was interrupted.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     if arguments and arguments[0] in COMMANDS:
-        run_command(arguments[0], arguments[1:])  # without the seconds that Lightning takes to load
+        run_command(arguments[0], arguments[1:])  # does not spend seconds on importing Lightning
         return
     import jsonargparse
 
     import lightning_mp
     from lightning_mp.cli.lightning_cli import LightningMPCLI
 
-    # A console script has its own folder on the path in the place of the working directory.
+    # For a console script, `sys.path` starts with the script's folder, not the working directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     jsonargparse.set_parsing_settings(add_print_completion_argument=True)
     cli = LightningMPCLI(
         args=args,  # type: ignore[arg-type]
         parser_kwargs={"prog": "lightning-mp", "version": lightning_mp.__version__},
-        # A config saved by an earlier run in the same folder gives way, as its checkpoints do.
+        # Overwrite the config of an earlier run in the same folder, as its checkpoints are.
         save_config_kwargs={"overwrite": True},
     )
     if cli.trainer.interrupted:
-        # Lightning shuts down in order and returns; a script must not take that for success.
-        raise SystemExit("Interrupted before the end; the last checkpoint holds what was learned.")
+        # Lightning returns normally after an interruption; the exit status must not be 0.
+        raise SystemExit("The run was interrupted. Resume it from the last checkpoint.")

@@ -1,4 +1,4 @@
-"""`LightningMPCLI`: LightningCLI that knows the classes of this package by name."""
+"""`LightningMPCLI`: LightningCLI with the classes of this package available by name."""
 
 from typing import Any, NoReturn
 
@@ -13,40 +13,40 @@ __all__ = ["LightningMPCLI"]
 
 
 class _Parser(LightningArgumentParser):
-    """Says what is wrong last, after all that jsonargparse has tried."""
+    """Appends the reason to the error messages of jsonargparse."""
 
     @override
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        # LightningCLI keeps the action that takes further commands to itself.
+        # LightningCLI does not expose the action to which commands are added.
         self.subcommands = super().add_subcommands(*args, **kwargs)
         return self.subcommands
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        # The parsers of nested classes do not exit: their messages become part of the outer one.
+        # Parsers of nested classes do not exit; their messages become part of the outer message.
         reason = reason_of(message) if self.exit_on_error else None
         super().error(message if reason is None else f"{message.strip()}\nReason: {reason}", ex)
 
 
 class LightningMPCLI(LightningCLI):
-    """LightningCLI that knows the classes of this package by name, as `lightning-mp` does.
+    """LightningCLI with the classes of this package available by name; used by `lightning-mp`.
 
-    LightningCLI knows by name what has been imported, and asks for the module of everything else.
-    Where a value may be of several classes, as in `plugins:`, its error says of each why it is not
-    that one, and what is wrong with `half: float16` stands somewhere among them. Here it is said
-    once more as the last line, with what is near where a name is wrong.
+    LightningCLI accepts short names only for classes that were imported, and requires the module
+    for others. For a value that may have several classes, such as `plugins:`, its error explains
+    why the value is none of them; the mistake, such as `half: float16`, is hard to find. This
+    class repeats the reason in the last line and suggests the closest name.
 
-    In a script of your own, one line gives you both, and `report` among the subcommands:
+    To use it in your own script, with `report` and the other commands, change one import:
 
         from lightning_mp import LightningMPCLI as LightningCLI
 
     Args:
         *args: As in `LightningCLI`.
-        **kwargs: As in `LightningCLI`. A `parser_class` of your own goes without the two extras.
+        **kwargs: As in `LightningCLI`. A custom `parser_class` has neither reasons nor commands.
 
     Raises:
-        SystemExit: The arguments cannot be parsed.
-        ValueError: A class cannot be made with its arguments; the last line says why.
+        SystemExit: The arguments are invalid.
+        ValueError: A class cannot be instantiated; the last line contains the reason.
 
     Example: `lightning-mp fit --trainer.plugins BalancedAMP --optimizer SafeAdamW ...`
     """
@@ -57,8 +57,8 @@ class LightningMPCLI(LightningCLI):
 
     @override
     def setup_parser(self, add_subcommands: bool, *args: Any, **kwargs: Any) -> None:
-        """Load what is to be known by name, and add the commands that need no Trainer."""
-        # jsonargparse resolves bare class names among the subclasses that are loaded.
+        """Import all public classes, and add the commands without a Trainer."""
+        # jsonargparse resolves short names among imported subclasses.
         for name in lightning_mp.__all__:
             getattr(lightning_mp, name)
         super().setup_parser(add_subcommands, *args, **kwargs)
@@ -69,16 +69,16 @@ class LightningMPCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, and if it is a command that needs no Trainer, run that and exit."""
+        """Parse the arguments; run a command without a Trainer and exit."""
         super().parse_arguments(parser, args)
         name = self.config.get("subcommand")
         if name in COMMANDS:
             COMMANDS[name](**self.config[name].as_dict())
-            raise SystemExit(0)  # LightningCLI would go on to make a model and a Trainer
+            raise SystemExit(0)  # LightningCLI would instantiate a model and a Trainer
 
     @override
     def instantiate_classes(self) -> None:
-        """Make model, data and Trainer."""
+        """Instantiate model, data and Trainer."""
         try:
             super().instantiate_classes()
         except ValueError as error:

@@ -1,7 +1,7 @@
-"""Finds in jsonargparse's errors what was wrong.
+"""Extracts the reason from the error messages of jsonargparse.
 
-Of a value that may be of one of six types, jsonargparse says for each why it is not that one: the
-line that helps, such as "Expected a Literal['fp16', 'bf16']", stands in the middle of them.
+For a value that may have one of six types, jsonargparse explains for each type why the value does
+not fit; the helpful line, such as "Expected a Literal['fp16', 'bf16']", is in the middle.
 """
 
 import pydoc
@@ -21,20 +21,20 @@ _UNION = "Does not validate against any of the Union subtypes"
 _PLACE = re.compile(r"""(?:Parser key "|Problem with given class_path ')(.+)["']:$""")
 _OPTION = re.compile(r"Option '(.+)' is not accepted")
 _UNKNOWN = re.compile(r"Expected a dot import path string: (.+)")
-# What is said of every type that the value was not meant to be, and of a class of another kind.
+# Messages about types and classes that the user did not intend.
 _NOISE = re.compile(r"Expected an? |Not a valid subclass of |Import path .+ does not correspond to")
 _MAX_REASONS = 3
 
 
 @dataclass(frozen=True)
 class _Reason:
-    places: tuple[str, ...]  # keys and classes, from the outside to the inside
+    places: tuple[str, ...]  # keys and classes, from outermost to innermost
     text: str
-    rank: int  # 2 where it tells what to change, 0 where it is noise
+    rank: int  # 2 if it says what to change, 0 if it is noise
 
 
 def reason_of(message: str) -> str | None:
-    """Return the lines of an error that say what to change; `None` for an error of another kind."""
+    """Return the lines of an error that say what to change, or `None` for other errors."""
     if _UNION not in message and "Problem with given class_path" not in message:
         return None
     found = _best(_reasons(message.strip().splitlines()))[:_MAX_REASONS]
@@ -46,7 +46,7 @@ def _reasons(
 ) -> Iterator[_Reason]:
     head = lines[0].strip()
     body = [each for each in textwrap.dedent("\n".join(lines[1:])).splitlines() if each]
-    if len(body) > 1 and body[0].startswith("- Expected a path"):  # a value may be in a file
+    if len(body) > 1 and body[0].startswith("- Expected a path"):  # the value could also be a path
         body = [body[1].removeprefix("- "), *body[2:]]
     place = _PLACE.match(head)
     if place and body:
@@ -54,7 +54,7 @@ def _reasons(
     elif head == _UNION and "Errors:" in body:
         items = (_reasons(item, places, is_choice=True) for item in _items(body))
         best = _best(each for item in items for each in item)
-        # A name that is not among the choices was not meant to be a class.
+        # A value that is not one of the literals was not intended as a class name.
         least = 2 if "Literal[" in body[0] else 1
         yield from best if best and best[0].rank >= least else [_of_no_type(body, places)]
     elif option := _OPTION.match(head):
@@ -66,15 +66,15 @@ def _reasons(
 
 
 def _best(reasons: Iterator[_Reason]) -> list[_Reason]:
-    """Return those of the highest rank, each once."""
+    """Return the reasons with the highest rank, without repetitions."""
     unique = list(dict.fromkeys(reasons))
     highest = max((reason.rank for reason in unique), default=0)
     return [reason for reason in unique if reason.rank == highest]
 
 
 def _items(body: list[str]) -> Iterator[list[str]]:
-    """Split what is said of the types of a union, without what stands around it."""
-    # jsonargparse writes them as a list, two blanks deep, whose items may have several lines.
+    """Split the errors of a union by type, without the surrounding lines."""
+    # jsonargparse prints a list indented by two spaces; items may have several lines.
     start = body.index("Errors:") + 1
     item: list[str] = []
     for line in body[start:]:
@@ -95,7 +95,9 @@ def _of_no_type(body: list[str], places: tuple[str, ...]) -> _Reason:
     types = _plain(body[0].removeprefix("Subtypes: "))
     value = given.removeprefix("Given value: ")
     if places[-1:] == ("trainer.precision",) and value in lightning_mp.precision.__all__:
-        text = f"{value} is a plugin. Pass `--trainer.plugins {value}`, and no precision."
+        text = (
+            f"{value} is a plugin. Pass `--trainer.plugins {value}` without `--trainer.precision`."
+        )
         return _Reason(places, text, rank=2)
     text = f"Expected one of {types}. Got value: {value}"
     return _Reason(places, text, rank=2)
@@ -104,20 +106,20 @@ def _of_no_type(body: list[str], places: tuple[str, ...]) -> _Reason:
 def _no_class(name: str) -> str:
     near = nearest(name, lightning_mp.__all__)
     hint = f" Did you mean `{near}`?" if near not in (None, name) else ""
-    return f"No class called `{name}` fits here.{hint}"
+    return f"No class `{name}` is accepted here.{hint}"
 
 
 def _near_option(name: str, places: tuple[str, ...]) -> str:
-    """Return a question for an option that the class of the innermost place may have instead."""
+    """Return a suggestion of an option that the innermost class accepts."""
     cls = pydoc.locate(places[-1]) if places and "." in places[-1] else None
     if not isinstance(cls, type):
         return ""
     names = ArgumentParser().add_class_arguments(cls, fail_untyped=False)
     near = nearest(name, names)
-    return f". Did you mean `{near}`?" if near else f". It takes {', '.join(names)}."
+    return f". Did you mean `{near}`?" if near else f". It accepts {', '.join(names)}."
 
 
 def _plain(text: str) -> str:
-    """Write types as they are written in annotations."""
+    """Write types as in annotations."""
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     return re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", text).replace("NoneType", "None")

@@ -1,4 +1,4 @@
-"""`lightning-mp report`: makes the page of a run anew, also from data that are damaged."""
+"""`lightning-mp report` rebuilds the report of a run, also from damaged data."""
 
 import contextlib
 import warnings
@@ -12,45 +12,47 @@ from lightning_mp.callbacks._words.usage import usage
 
 __all__ = ["rebuild_page"]
 
-_WRITTEN_BY = "It is written by the callback `InstabilityReport`, as `instability.json`."
+_WRITTEN_BY = "The callback `InstabilityReport` writes it as `instability.json`."
 
 
 def rebuild_page(run_dir: str | Path) -> Path:
-    """Write the page of a run anew from a report's data, or from the folder that holds one's."""
+    """Write the page of a report again, from its data file or the folder that contains it."""
     path = Path(run_dir)
     source, data = (path, _read(path)) if path.is_file() else _search(path)
     if data is None:
         raise ValueError(
-            f"Passed {str(path)!r}, which does not hold a report's data. {_WRITTEN_BY} Pass the "
+            f"Passed {str(path)!r}, which is not the data of a report. {_WRITTEN_BY} Pass the "
             "folder of a run."
         )
     content = report_page(data).encode()
-    page = source.with_suffix(".html")  # where somebody else's is there, one with a number
+    page = source.with_suffix(
+        ".html"
+    )  # a file of another program is kept; the name then gets a number
     return save_new(page, lambda file: file.write(content), mark=NAME.encode())
 
 
 def _search(folder: Path) -> tuple[Path, dict[str, Any] | None]:
     if not folder.is_dir():
         raise ValueError(f"Passed {str(folder)!r}, which does not exist. Pass the folder of a run.")
-    # The folder itself first: reports of other runs may lie below it.
+    # The folder first, because folders below it may contain reports of other runs.
     for pattern in ("*.json", "**/*.json"):
         read = {path: _read(path) for path in sorted(folder.glob(pattern))}
         found = {path: data for path, data in read.items() if data is not None}
         if len(found) > 1:
             names = ", ".join(repr(str(each)) for each in list(found)[:5])
             raise ValueError(
-                f"Passed {str(folder)!r}, which holds the data of {len(found)} reports: {names}. "
+                f"Passed {str(folder)!r}, which contains data of {len(found)} reports: {names}. "
                 "Pass one of them."
             )
         if found:
             return next(iter(found.items()))
     raise ValueError(
-        f"Passed {str(folder)!r}, which holds no report's data, and neither do the folders in it. "
-        f"{_WRITTEN_BY} Add it to the callbacks of the run, or pass its `dirpath`."
+        f"Passed {str(folder)!r}. This folder and the folders below it contain no report data. "
+        f"{_WRITTEN_BY} Add the callback to the run, or pass its `dirpath`."
     )
 
 
-_EMPTY: dict[str, Any] = {  # a report of which nothing is known
+_EMPTY: dict[str, Any] = {  # the data of an empty report
     "run": {
         **{"title": "A model", "steps": 0, "starts": [], "written": "an unknown time"},
         **{"end": {"how": "running"}, "has_loss_scale": False, "facts": [], "monitors": []},
@@ -61,13 +63,13 @@ _EMPTY: dict[str, Any] = {  # a report of which nothing is known
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return a report's data, as far as a page can show them; `None` for files of others."""
+    """Return the parts of a report's data that a page can show; `None` for other files."""
     parts = parts_of(path, *_EMPTY)
     if parts is None:
         return None
     known = dict(_EMPTY)
     for key in _EMPTY:
-        if key == "counts":  # where these are lost, the alarms tell
+        if key == "counts":  # if the counts are lost, count the alarms
             levels = [alarm["severity"] for alarm in known["alarms"]]
             known[key] = {level: levels.count(level) for level in _EMPTY[key]}
             known["first"] = next((a for a in known["alarms"] if a["severity"] != "info"), None)
@@ -78,7 +80,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _known(data: dict[str, Any], key: str, value: Any) -> Any:
-    """Return a part of a report as far as it can be shown beside what is known already."""
+    """Return the elements of a part that can be shown together with the other parts."""
     default = data[key]
     if _is_shown({**data, key: value}):
         return value
@@ -92,7 +94,7 @@ def _known(data: dict[str, Any], key: str, value: Any) -> Any:
 
 
 def _is_shown(data: dict[str, Any]) -> bool:
-    """Return whether a page can be made, and its charts drawn."""
+    """Return whether a page and its charts can be rendered from the data."""
     with contextlib.suppress(Exception):
         report_page(data)
         for curve in data["curves"].values():

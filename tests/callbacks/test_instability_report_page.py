@@ -253,7 +253,7 @@ def test_rebuild_of_nothing_or_several_says_so(tmp_path: Path) -> None:
         rebuild_page(tmp_path)
     other = tmp_path / "other.json"
     other.write_text("[]")
-    with pytest.raises(ValueError, match="does not hold a report's data"):
+    with pytest.raises(ValueError, match="is not the data of a report"):
         rebuild_page(other)
     for name in "ab":
         (tmp_path / f"{name}.json").write_text(json.dumps(_data()))

@@ -47,7 +47,7 @@ def _spec(name: str, **arguments: Any) -> dict[str, Any]:
         ({"plugins": [_spec("BalancedAMP", loss_scale="dynamik")]}, "Got value: dynamik"),
         (
             {"plugins": ["BalancedAMPP"]},
-            "trainer.plugins -> No class called `BalancedAMPP` fits here. "
+            "trainer.plugins -> No class `BalancedAMPP` is accepted here. "
             "Did you mean `BalancedAMP`?",
         ),
         (
