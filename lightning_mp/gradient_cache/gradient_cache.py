@@ -344,12 +344,10 @@ class GradientCache:
 
     def _warn_of_unused(self, tower: str, replayed: Replayed) -> None:
         unused = sum(replayed.unused.values())
-        is_initialized = dist.is_available() and dist.is_initialized()
-        is_first = not is_initialized or dist.get_rank() == 0
         if unused < max(_UNUSED_BYTES, replayed.used_bytes) or tower in self._warned_towers:
             return
         self._warned_towers.add(tower)
-        if is_first:
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             names = sorted(replayed.unused, key=replayed.unused.__getitem__, reverse=True)
             warnings.warn(
                 f"The loss never used {unused:,} bytes of the outputs of the tower `{tower}` for "

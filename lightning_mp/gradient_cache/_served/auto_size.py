@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp._nested import tensors_in
+from lightning_mp.gradient_cache._served.sharding import least_of_ranks
 
 if TYPE_CHECKING:
     from lightning_mp.gradient_cache._served.call import TowerCall
@@ -65,7 +65,7 @@ def find_micro_batch_size(
         gradients = sum(_bytes(x) for x in call.trained.parameters)
         rows = _by_budget(call, (activation_bytes or CPU_BYTES) + gradients)
     # All ranks raise together, or ranks with enough memory would wait for the others.
-    least = _least_of_ranks(rows, call.device)
+    (least,) = least_of_ranks([rows], call.device)
     if least < 1:
         raise RuntimeError(
             "Passed `micro_batch_size='auto'`, but some rank has too little memory for "
@@ -94,7 +94,7 @@ def _by_budget(call: "TowerCall", limit: int) -> int:
     """Return the number of rows whose peak stays within `limit`; a probe may exceed it twofold."""
     most, device = call.batch_size, call.device
     if call.sharded:  # equal on all ranks, because ranks gather layers together
-        most = _least_of_ranks(most, device)
+        (most,) = least_of_ranks([most], device)
     # If the first probe exceeds the limit, the chord starts at 0 rows and 0 bytes.
     before, rows = (0, 0), min(_FIRST_ROWS, most)
     while True:
@@ -102,7 +102,7 @@ def _by_budget(call: "TowerCall", limit: int) -> int:
         fits = peak <= limit
         if call.sharded:
             # If one rank stopped alone, the others would wait in their next probe.
-            fits = bool(_least_of_ranks(fits, device))
+            fits = bool(least_of_ranks([int(fits)], device)[0])
         if not fits or rows == most:
             break
         before, rows = (rows, peak), min(2 * rows, most)
@@ -187,14 +187,6 @@ def _peak_bytes(call: "TowerCall", rows: int) -> int:
     with counted:
         call.probe(rows)
     return counted.peak
-
-
-def _least_of_ranks(rows: int, device: torch.device) -> int:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return rows
-    least = torch.tensor(rows, device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least)
 
 
 class _LiveBytes(TorchDispatchMode):

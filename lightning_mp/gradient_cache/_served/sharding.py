@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_mp.gradient_cache._served.towers import sharded_modules
 
-__all__ = ["agree_on_parts", "own_parameters", "set_reduction"]
+__all__ = ["agree_on_parts", "least_of_ranks", "own_parameters", "set_reduction"]
 
 
 def own_parameters(module: nn.Module) -> list[Tensor]:
@@ -35,20 +35,25 @@ def set_reduction(modules: Iterable[Any], is_on: bool) -> None:
         module.set_requires_gradient_sync(is_on, recurse=False)
 
 
+def least_of_ranks(values: list[int], device: torch.device) -> list[int]:
+    """Return the smallest of each value over all ranks; all ranks must call this function."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return values
+    least = torch.tensor(values, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return least.tolist()
+
+
 def agree_on_parts(tower: str, batch_size: int, rows: int, device: torch.device) -> int:
     """Return the number of micro-batches for all ranks: as many as the largest batch needs.
 
     Raises:
         ValueError: A rank has fewer rows than micro-batches; raised on all ranks.
     """
-    parts = -(-batch_size // rows)
-    if not (dist.is_available() and dist.is_initialized()):
-        return parts
-    # One all-reduce finds the largest number of parts and the smallest batch. All ranks get the
-    # same numbers, so either all raise or none does, and no rank waits in a gather.
-    facts = torch.tensor([parts, -batch_size], device=device)
-    dist.all_reduce(facts, dist.ReduceOp.MAX)
-    parts, least = int(facts[0]), -int(facts[1])
+    # All ranks get the same numbers, so either all raise or none does, and no rank waits in a
+    # gather. The minimum of -ceil(B / rows) gives the largest number of parts.
+    negative_parts, least = least_of_ranks([batch_size // -rows, batch_size], device)
+    parts = -negative_parts
     # With fewer rows than parts a micro-batch would be empty.
     if parts > least:
         raise ValueError(
