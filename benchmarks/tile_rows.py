@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import _common as common
+from benchmarks._contenders import DTYPES
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._sums.softmax import softmax_loss
 from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, plan_of
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, tiles
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig, timings
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TABLE = {
     "kernel": "{kernel}",
     "tile": "{tile}",

@@ -162,8 +162,7 @@ def scale(out: Output) -> None:
     row: Row = {"steps": len(model.scales), "skipped": len(falls), "first": scales[0]}
     row |= {"lowest": min(scales), "highest": max(scales), "last": scales[-1], "kind": MEASURED}
     out.table("scale", [row], f"Loss scale, doubled after {interval} steps without overflow")
-    title = f"Loss scale: halved by an overflow, doubled after {interval} steps without one"
-    with out.picture("scale", 1, title) as (axes,):
+    with out.picture("scale", 1, "Dynamic loss scale over time") as (axes,):
         axes.step(range(len(scales)), scales, where="post", label="loss scale")
         axes.plot(falls, [scales[i] for i in falls], "v", color="tab:red", label="step skipped")
         axes.set(xlabel="step", ylabel="loss scale", yscale="log")
@@ -290,7 +289,7 @@ def zeros(out: Output) -> None:
         losses = {"first_loss": run.losses[0], "last_loss": run.losses[-1]}
         rows.append({"run": name, "steps": steps, **shares, **losses, "kind": MEASURED})
     out.table("zeros", rows, "Share of gradients that are exactly 0")
-    title = "Without a loss scale most gradients are zero, and the loss hardly falls"
+    title = "Without a loss scale most gradients are zero, and the loss falls slowly"
     with out.picture("zeros", 2, title) as panels:
         for name, run in runs.items():
             panels[0].plot(run.zero_shares, label=name)
