@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import hashlib
 import logging
 import os
 import sys
@@ -129,10 +130,12 @@ def logged() -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="session")
-def glyph_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where the demo's glyphs are rendered to, once for all workers of this session."""
-    folder = tmp_path_factory.getbasetemp()
-    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "glyphs"
+def glyph_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the demo's rendered glyphs, kept until the code that draws changes."""
+    if not pytestconfig.pluginmanager.hasplugin("cacheprovider"):
+        return tmp_path_factory.getbasetemp() / "glyphs"
+    code = Path(__file__).parents[1] / "examples" / "glyph_clip" / "glyphs.py"
+    return pytestconfig.cache.mkdir(f"glyphs-{hashlib.sha256(code.read_bytes()).hexdigest()[:16]}")
 
 
 def _is_interpreted(item: pytest.Item) -> bool:

@@ -11,10 +11,11 @@ the alarm, and whether the run learns once its remedy is applied.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,8 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {options.jobs}")
-    with multiprocessing.get_context("spawn").Pool(options.jobs, start_worker) as pool:
-        runs = pool.imap(_run, options.only)
+    with contextlib.ExitStack() as stack:
+        runs: Iterable[Row] = map(_run, options.only)
+        if options.jobs > 1:
+            context = multiprocessing.get_context("spawn")
+            runs = stack.enter_context(context.Pool(options.jobs, start_worker)).imap(
+                _run, options.only
+            )
         rows = list(tqdm(runs, total=len(options.only), unit="failure"))
     print("\n".join(aligned([HEADER, *(row.cells for row in rows)])))
     found, cured = sum(row.is_found for row in rows), sum(row.is_cured for row in rows)
