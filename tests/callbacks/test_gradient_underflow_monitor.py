@@ -68,7 +68,7 @@ def test_a_parameter_whose_gradient_stops_is_named() -> None:
     assert (alarm.tensor, alarm.value, alarm.severity) == ("network.0.weight", 1.0, "error")
     # Six samples in a row: after n with a gradient, the chance of k without is (n + 2)^-k.
     assert 40 < alarm.step <= 70
-    assert "Nothing reaches the parameter" in alarm.remedy
+    assert "No gradient reaches the parameter" in alarm.remedy
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])

@@ -200,7 +200,8 @@ def test_report_with_monitors_has_their_maps_alarms_and_norm(tmp_path: Path) -> 
     model = Watched(steps=80, sabotage=kill)
     watch(model, monitors)
     data = _data(tmp_path)
-    assert {heat["name"] for heat in data["maps"]} == {"gradient_zero_share", "update_rms"}
+    maps = {"gradient_zero_share", "update_rms", "update_to_weight"}
+    assert {heat["name"] for heat in data["maps"]} == maps
     zeros = next(heat for heat in data["maps"] if heat["name"] == "gradient_zero_share")
     row = zeros["cells"][zeros["rows"].index("network.0.weight")]
     assert (row[0], row[-1]) == (pytest.approx(0, abs=0.5), 1)
