@@ -1,4 +1,4 @@
-"""`ActivationRangeMonitor`: sees activations grow towards the largest number of their format."""
+"""`ActivationRangeMonitor`: warns of activations that come near the limits of their dtype."""
 
 import dataclasses
 import math
@@ -40,33 +40,34 @@ _ROOT = "training_step"  # the name of functions that are called there
     }
 )
 class ActivationRangeMonitor(SamplingMonitor):
-    """Warns of outputs of modules that come near overflow, vanish, or had to be clamped.
+    """Warns of module outputs that come near overflow, underflow, or had to be clamped.
 
     A transformer's residual stream can double every few thousand steps for days before one value
-    passes 65504, becomes inf, and takes the run with it. Its headroom, log2(65504 / amax) in bits,
-    tells so with days to spare. More: docs/callbacks/activation-range-monitor.md.
+    exceeds 65504, becomes inf, and ends the run. Its headroom, log2(65504 / amax) in bits, shows
+    this days before. Also watches logits, entropy of attention, and experts:
+    docs/callbacks/activation-range-monitor.md.
 
     Example: `Trainer(callbacks=ActivationRangeMonitor(backward=True))`
 
     Args:
         modules: Names of classes or dotted names. By default all modules without children, blocks
-            (modules of one class in a list), the inputs of norms, and logits of attention.
+            (modules of one class in a list), the inputs of norms, and what functions compute:
+            logits of attention, output logits, choices of routers.
         backward: Whether to sample gradients with respect to outputs too.
-        min_headroom_bits: Warns below.
-        max_attention_logit: Warns where the largest logit of an attention is above. From 1024 on
-            fp16 holds whole numbers only; runs are lost at some 10000.
-        calls_per_step: Calls of a module to look at in a sampled step, the first ones. Those of
-            further micro-batches are more of the same; raise it where a forward calls one module
-            more often.
+        min_headroom_bits: Smallest headroom without a warning.
+        max_attention_logit: Largest attention logit without a warning. From 1024 on fp16 holds
+            whole numbers only; runs are lost at about 10000.
+        calls_per_step: Number of first calls of a module that are measured in a sampled step. Raise
+            it if a forward calls one module more often.
         every_n_steps: Steps between two samples; a fifth of it for the first samples.
-        baseline_samples: Samples at the start that tell what is usual.
+        baseline_samples: Number of first samples that form the baseline.
         repeat_after_steps: Steps until the same alarm may be raised again.
 
     Raises:
         ValueError: An argument is out of range, or a module is unknown.
     """
 
-    moment: Moment = "batch end"  # when the gradients of outputs are there too
+    moment: Moment = "batch end"  # gradients of outputs exist by then
     keeps = ("samples", "_finite", "_usual_buffers")
 
     def __init__(
@@ -91,10 +92,10 @@ class ActivationRangeMonitor(SamplingMonitor):
         self._growth = GrowthRule()
         self._logits = LogitRule()
         self._experts = ExpertRule()
-        self._finite: dict[str, bool] = {}  # outputs and buffers: whether they were at first
+        self._finite: dict[str, bool] = {}  # whether outputs and buffers were finite at first
         self._sampler = OutputSampler({}, backward, calls_per_step)
-        self._usual_buffers: dict[str, float] = {}  # the largest value of each at the last sample
-        self._clamped: dict[str, float] = {}  # values that were clamped until the last sample
+        self._usual_buffers: dict[str, float] = {}  # largest value at the last sample
+        self._clamped: dict[str, float] = {}  # number of clamped values until the last sample
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -107,7 +108,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             blocks = set(blocks_in(pl_module))
             chosen = {n: m for n, m in eager.items() if n and (n not in parents or m in blocks)}
             norms = select_modules(pl_module, ["norm"])
-            # A compiler would trace the mode that sees calls of attention.
+            # A compiler would trace the mode that sees function calls.
             is_eager = len(eager) == sum(1 for _ in pl_module.modules())
             callers = eager if is_eager else {}
         else:
@@ -139,14 +140,14 @@ class ActivationRangeMonitor(SamplingMonitor):
         keys, table = sampled
         state = self._state(step)
         if state:
-            # To one device, where parts of a model lie on several.
+            # To one device, because a model may lie on several devices.
             rows = pack_stats([each.detach().to(table.device) for each in state.values()])
             keys, table = [*keys, *state], torch.cat([table, rows])
         # Ranks see different data, and one of them may be near overflow alone.
         return step.gather(table, keys=keys)
 
     def _state(self, step: TrainingStep) -> dict[OutputKey, Tensor]:
-        """Return the buffers, the loss, and how many values were clamped."""
+        """Return the buffers, the loss, and the numbers of clamped values."""
         state = {
             OutputKey(as_written(name), "buffer", buffer.dtype.to_real()): buffer
             for name, buffer in step.trainer.lightning_module.named_buffers()
@@ -164,7 +165,7 @@ class ActivationRangeMonitor(SamplingMonitor):
 
     @override
     def on_exception(self, *_: Any) -> None:
-        # Its hooks would stay on the model that the user goes on with.
+        # Otherwise hooks would stay on the model.
         self._sampler.stop()
 
     @override
@@ -177,7 +178,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             if kind in ("activation", "output_gradient", "norm_input"):
                 verdicts += self._judge_kind(sample, kind, is_lost, metrics)
         verdicts += self._judge_clamped(sample, metrics)
-        # Outputs belong to no optimizer, so that their curves get no number.
+        # Outputs belong to no optimizer, so their curves have no optimizer number.
         self.record(metrics, dataclasses.replace(sample.facts, optimizer=0))
         return first_of_each_kind(verdicts)
 
@@ -187,7 +188,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         if totals:
             metrics["clamped_values"] = sum(totals.values())
         for name, total in totals.items():
-            # Counters only grow: what is new is the difference to the last sample.
+            # Counters only grow: the difference to the last sample is new.
             new, self._clamped[name] = total - self._clamped.get(name, 0.0), total
             if new > 0:
                 yield Verdict("activation_clamped", new, 0, tensor=name, numbers={"total": total})
@@ -209,14 +210,14 @@ class ActivationRangeMonitor(SamplingMonitor):
         metrics[f"{kind}_headroom_bits"] = float(bits.min())  # inf, where all are 0, is left out
         zeros = stats.column(StatField.ZEROS).sum() / max(sum(stats.numels), 1)
         metrics[f"{kind}_zero_share"] = float(zeros)
-        # A fourth leaves the two bits that `min_headroom_bits` asks for.
+        # A quarter of the scale leaves the two bits of headroom that `min_headroom_bits` requires.
         lower = {"lower_scale": (facts.loss_scale or 4.0) / 4}
         scaled = math.log2(facts.loss_scale or 1.0) if kind == "output_gradient" else 0.0
         for at, (key, label) in enumerate(zip(keys, labels, strict=True)):
-            # Where the loss is lost at the first sample, too, it is no mask.
+            # Non-finite values are a mask only if the loss is finite at the first sample.
             self._finite.setdefault(f"{kind}:{label}", is_lost or not stats.non_finite[label])
             if np.isfinite(bits[at]):
-                # Of unscaled gradients: a loss scale that looks for its height is no trend.
+                # The trend is that of unscaled gradients: a loss scale that grows is no trend.
                 self._growth.add(f"{kind}:{label}", facts.step, float(bits[at]) + scaled)
             verdict = self._judge_tensor(key, label, stats, float(bits[at]), scaled)
             if verdict is not None:
@@ -230,11 +231,11 @@ class ActivationRangeMonitor(SamplingMonitor):
         where = f"{key.kind}:{label}"
         numbers: dict[str, Any] = {"dtype": _short(key.dtype), "amax": stats.amax[label]}
         found: Verdict | None = None
-        # bf16 has the range of fp32, so that its zeros have other causes.
+        # bf16 has the range of fp32, so its zeros have other causes.
         if key.dtype == torch.float16 and key.kind != "norm_input":
             found = self._rule.judge(where, stats.zero_share[label], stats.subnormal_share[label])
-        # What is not finite while the loss is, at the first sample, is a mask of -inf. What goes
-        # into a norm came out of something that is looked at as well.
+        # Values that are not finite at the first sample, at a finite loss, are a mask of -inf. The
+        # input of a norm is the output of another module that is measured as well.
         if stats.non_finite[label] and self._finite[where] and key.kind != "norm_input":
             found = Verdict("non_finite", stats.non_finite[label], 0.0, "error")
         elif bits < self.min_headroom_bits:
@@ -252,7 +253,7 @@ class ActivationRangeMonitor(SamplingMonitor):
     def _judge_buffers(self, sample: Sample) -> Iterator[Verdict]:
         for name, bad_W in _rows(sample, "buffer", StatField.NON_FINITE):
             was_finite = self._finite.setdefault(f"buffer:{name}", not bad_W.any())
-            if bad_W.any() and was_finite:  # others hold -inf on purpose, as masks
+            if bad_W.any() and was_finite:  # other buffers hold -inf on purpose, as masks
                 rank = int(bad_W.argmax())
                 yield Verdict("buffer_non_finite", bad_W.max(), 0, "error", name, rank=rank)
         for name, amax_W in _rows(sample, "buffer", StatField.AMAX):
@@ -307,6 +308,6 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _label(key: OutputKey, keys: list[OutputKey]) -> str:
-    """Return the module's name, with its dtype where it has outputs of several."""
+    """Return the module's name, with the dtype if its outputs have several dtypes."""
     is_alone = [each.name for each in keys].count(key.name) == 1
     return key.name if is_alone else f"{key.name} ({_short(key.dtype)})"

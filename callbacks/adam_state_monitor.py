@@ -1,4 +1,4 @@
-"""`AdamStateMonitor`: sees Adam's second moments starve before the step that they let explode."""
+"""`AdamStateMonitor`: warns of Adam states that make the next update too large or too small."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,26 +35,29 @@ __all__ = ["AdamStateMonitor"]
     }
 )
 class AdamStateMonitor(SamplingMonitor):
-    """Warns of Adam's second moments that starve, sink below epsilon, or let updates explode.
+    """Warns of Adam's second moments that decay, fall below epsilon, or make updates explode.
 
-    After 5000 steps without gradient the old gradient makes an update 11 times as long as before.
-    Sampled right before a step. What each rule means: docs/callbacks/adam-state-monitor.md.
+    After 5000 steps without a gradient, the same gradient makes an update 11 times as long. States
+    are sampled right before a step. Rules: docs/callbacks/adam-state-monitor.md.
 
     Example: `Trainer(callbacks=AdamStateMonitor(every_n_steps=50))`
 
     Args:
-        max_update_rms: Warns where the RMS of a tensor is above, if it is also 1.5 times above
-            the highest of the first samples and 3 times above the median of the newest 32. For a
-            tensor of n values it is multiplied by 1 + 10 / sqrt(n), as few values scatter more.
-        max_below_epsilon: Warns where `sqrt(v_hat) < eps` for a larger share of a tensor than
-            this, above the usual; there epsilon sets the step, and Adam adapts no more.
-        zero_run_steps: Warns when a tensor that had gradients has had none for so many steps.
-        min_ratio: Warns where the norm of the update is a smaller part of that of the weights.
-        max_ratio: Warns where it is a larger one.
-        max_stagnant: Warns where the update leaves a larger share of the weights in fp16 or bf16
-            as they are, as it is below half a unit in their last place.
+        max_update_rms: Largest RMS of the gradient over the root of the second moment without a
+            warning. The RMS must also exceed 1.5 times the highest of the first samples and 3 times
+            the median of the newest 32. For a tensor of n values the limit is multiplied by
+            1 + 10 / sqrt(n), because few values scatter more.
+        max_below_epsilon: Largest excess over the baseline of the share of values with
+            `sqrt(v_hat) < eps`. Epsilon sets the steps of such values, and Adam does not adapt
+            them.
+        zero_run_steps: Number of steps without a gradient after which a tensor that had gradients
+            raises a warning.
+        min_ratio: Smallest ratio of the norms of update and weights without a warning.
+        max_ratio: Largest such ratio without a warning.
+        max_stagnant: Largest share of fp16 or bf16 weights whose update may be below half a unit in
+            the last place.
         every_n_steps: Steps between two samples; a fifth of it for the first samples.
-        baseline_samples: Samples at the start that tell what is usual.
+        baseline_samples: Number of first samples that form the baseline.
         repeat_after_steps: Steps until the same alarm may be raised again.
 
     Raises:
@@ -83,12 +86,12 @@ class AdamStateMonitor(SamplingMonitor):
             "max_ratio": max_ratio,
             "max_stagnant": max_stagnant,
         }
-        # Under their own names, of which `state_key` is made.
+        # `state_key` reads the arguments from attributes of their names.
         vars(self).update(limits)
-        self._first: list[str] = []  # tensors to name first
-        self._unwatched: set[str] = set()  # classes of optimizers that were warned of
+        self._first: list[str] = []  # tensors that alarms name first
+        self._unwatched: set[str] = set()  # classes of optimizers with a warning already
         self._rule = AdamStateRule(baseline_samples=baseline_samples, **limits)
-        self._until = 0  # the last step to sample, whatever is due
+        self._until = 0  # sample every step up to this one
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -108,7 +111,7 @@ class AdamStateMonitor(SamplingMonitor):
 
     @override
     def observe(self, step: TrainingStep) -> Tensor | None:
-        # Also until states are there, and after a high RMS.
+        # Every step is sampled until states exist, and after a high RMS.
         if step.facts.step > self._until and not self.is_due(step.facts.step):
             return None
         optimizer, found = step.optimizer, step.found
@@ -116,7 +119,7 @@ class AdamStateMonitor(SamplingMonitor):
         known = {id(p) for group in groups for p in group["params"]}
         chosen = [i for i, p in enumerate(found.parameters) if id(p) in known]
         if not is_sharded(step.trainer):
-            # With shards a rank may hold no part of a parameter, and all must send the same rows.
+            # A rank may hold no shard of a parameter, but all ranks must send the same rows.
             chosen = [i for i in chosen if has_second_moments(optimizer, found.parameters[i])]
         name, states = type(optimizer).__name__, quantized_states(optimizer)
         if states and name not in self._unwatched:
@@ -164,18 +167,18 @@ class AdamStateMonitor(SamplingMonitor):
         self.record(metrics, facts)
         verdicts = self._rule.judge(
             facts.step,
-            [t for t in tensors if t.is_judged],  # what is not finite is for other monitors
+            [t for t in tensors if t.is_judged],  # other monitors judge non-finite tensors
             rate=facts.lr,
             beta2=sample.context["beta2"],
             eps=sample.context["eps"],
             first=self._first,
         )
         if self._rule.wants_more:
-            # A sample arrives a step or two late, so that one of the next four is a second one.
+            # A sample arrives a step or two late, so the next four steps give a second sample.
             self._until, self._rule.wants_more = facts.step + 4, False
         is_bad = sums_NK[:, AdamField.BAD_STATE] > 0
         if is_bad.any():
-            # One alarm for all: the largest of them names the place.
+            # One alarm for all tensors: the largest names the place.
             largest = names[(sums_NK[:, AdamField.NUMEL] * is_bad).argmax()]
             lost = Verdict("optimizer_state_non_finite", None, None, "error", largest)
             verdicts.append(replace(lost, numbers={"count": int(is_bad.sum())}))

@@ -1,4 +1,4 @@
-"""`GradientUnderflowMonitor`: sees gradients vanish hours before training stops to learn."""
+"""`GradientUnderflowMonitor`: warns of gradients that underflow before training stops learning."""
 
 import math
 from dataclasses import replace
@@ -20,25 +20,26 @@ from lightning_mp.numerics.tensor_stats import StatField
 __all__ = ["GradientUnderflowMonitor"]
 
 _ALL = "all gradients"
-# At this scale, what is subnormal in bf16 and fp32 (below 2^-126) is what is so in fp16 at 1.
+# Multiplied by this scale, subnormals of bf16 and fp32 (below 2^-126) are subnormals of fp16.
 _WIDE_SCALE = 2.0**112
 
 
 @explains_arguments(checks={"warn_share alarm_share": "(0, 1)"})
 class GradientUnderflowMonitor(SamplingMonitor):
-    """Warns of gradients that vanish, hours before training stops to learn.
+    """Warns of gradients that underflow, hours before training stops learning.
 
-    A loss scaler looks for inf only. Hard batches push its scale down, more gradients fall below
-    what fp16 holds, and become zero: without a scale, 23.6% of N(0, 1e-7) gradients do. What counts
-    as underflow: docs/callbacks/gradient-underflow-monitor.md.
+    A loss scaler looks for inf only. Hard batches push its scale down, so that more gradients fall
+    below the range of fp16 and become zero: without a scale, 23.6% of N(0, 1e-7) gradients do.
+    Definition of underflow: docs/callbacks/gradient-underflow-monitor.md.
 
     Example: `Trainer(callbacks=GradientUnderflowMonitor())`
 
     Args:
-        warn_share: Warns where the share of zeros is more than this above the usual, and rising.
-        alarm_share: Alarms where it is more than this above the usual.
+        warn_share: Excess of the share of zeros over the baseline that raises a warning if the
+            share is rising.
+        alarm_share: Excess that raises an error in any case.
         every_n_steps: Steps between two samples; a fifth of it for the first samples.
-        baseline_samples: Samples at the start that tell what is usual.
+        baseline_samples: Number of first samples that form the baseline.
         repeat_after_steps: Steps until the same alarm may be raised again.
 
     Raises:
@@ -72,7 +73,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         held_at = held_at if self._passes_through_fp16() else _WIDE_SCALE
         last = torch.full((), torch.nan) if step.loss is None else step.loss
         packed = pack_stats([*found.gradients, last], scale=held_at, unscale=found.unscale)
-        # And the scale behind it: torch's scaler keeps its own on the device, and will change it.
+        # The scale comes last: torch's scaler keeps it on the device and will change it.
         row = packed.new_empty(1, packed.shape[1])
         if isinstance(scale, Tensor):
             row.copy_(scale.reshape(1, 1))
@@ -84,7 +85,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
     @override
     def judge(self, sample: Sample) -> list[Verdict]:
         facts, names = sample.facts, sample.context["names"]
-        # The last rows, as they were sent behind the gradients.
+        # The last two rows, as `observe` sent them behind the gradients.
         losses, scale = sample.array[:, -2], float(sample.array[0, -1, 0])
         stats = merge_ranks(names, sample.array[:, :-2])
         numel = max(sum(stats.numels), 1)
@@ -104,12 +105,12 @@ class GradientUnderflowMonitor(SamplingMonitor):
         for name, column in columns.items():
             self.history.add_column(name, facts.step, column)
         self.record(metrics, facts)
-        # A loss of exactly 0 has no gradient; with any other one it has been lost.
+        # A loss of exactly 0 has no gradient; with any other loss the gradient was lost.
         is_finite = not losses[:, StatField.NON_FINITE].any()
         if zeros == 1 and is_finite and not losses[:, StatField.AMAX].any():
-            return []  # a loss of exactly 0, as of a margin that all samples keep
+            return []  # a loss of exactly 0, as of a hinge loss whose margins all hold
         is_gone = zeros == 1 and is_finite and self._passes_through_fp16()
-        # Too small to be of a gradient at all: as of a bias in front of a norm.
+        # Too small to be a gradient: rounding errors, as for a bias in front of a norm.
         rms = np.sqrt(squares / np.maximum(np.array(stats.numels), 1))
         is_rounding = rms <= ROUNDING * (np.median(rms[rms > 0]) if rms.any() else 0.0)
         rows: list[tuple[str, Any, Any, Any]] = [(_ALL, zeros, subnormals, False)]
@@ -128,12 +129,12 @@ class GradientUnderflowMonitor(SamplingMonitor):
         origin = None if zeros == 1 else origin_of(gone, names)
         named = [v for v in worst if v.value != 1 or _owner(v) == origin]
         worst = worst if origin is None or not named else named
-        # The worst name the place; all would only repeat it.
+        # The worst tensors name the place; the others would only repeat it.
         return [self._worded(verdict, scale, len(worst)) for verdict in worst[:3]]
 
     def _worded(self, found: Verdict, scale: float, count: int) -> Verdict:
         name = str(found.tensor).partition(":")[2]
-        # 64 times the scale now, as a power of two, or the largest that fp16 itself could take.
+        # 64 times the present scale as a power of two, or the largest scale that fp16 can hold.
         start = torch.finfo(torch.float16).max if math.isnan(scale) else scale * 64
         # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
         remedy = "all" if name == _ALL or "." not in name else "one"

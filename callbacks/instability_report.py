@@ -1,4 +1,4 @@
-"""`InstabilityReport`: one page that shows what the monitors have seen, also of a run that died."""
+"""`InstabilityReport`: one HTML page of all curves, heat maps and alarms, even of a killed run."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ __all__ = ["InstabilityReport"]
 
 # Names of logged metrics that are the loss of a validation, such as `val_loss` and `loss/valid`.
 _VALIDATION = re.compile(r"(^|[_/.-])val(id(ation)?)?([_/.-]).*loss|loss.*[_/.-]val", re.IGNORECASE)
-_REST = 20  # times as long as the last report took: at most 5% of a run
+_REST = 20  # times the duration of the last write: at most 5% of a run
 
 
 @explains_arguments(
@@ -58,22 +58,23 @@ _REST = 20  # times as long as the last report took: at most 5% of a run
 class InstabilityReport(InstabilityMonitor):
     """Writes one HTML page: time lines, tensors by steps, alarms with remedies.
 
-    A run that dies at 3 o'clock leaves a traceback and a wall of metrics; which of 300 tensors
-    began to fail 2000 steps before, no logger shows. The page is written by time and at alarms, so
-    that a killed run has one too. More: docs/callbacks/instability-report.md.
+    A run that fails at night leaves a traceback and hundreds of metrics; no logger shows which of
+    300 tensors began to fail 2000 steps before. The page is written at alarms and at intervals, so
+    that a killed run has a page too. More: docs/callbacks/instability-report.md.
 
     Example: `Trainer(callbacks=[SpikeGuard(), InstabilityReport()])`
 
     Args:
-        dirpath: The folder to write to; the logger's, or `default_root_dir` without a logger.
-        filename: Of the page; the data has the same with `.json`. Where another run has them,
-            `-v1` or a higher number is put behind the name.
-        every_n_seconds: Seconds between two times that both are written. An alarm is written at
-            once; a run spends at most 5% of its time on it.
-        max_tensors: Rows of each heat map, at most 500. Tensors with an alarm come first, then
-            those with the largest rise in zeros, the least headroom, or the largest update RMS.
-        alert: What to tell of every warning and error, on rank zero: a function of an `Alarm`, or a
-            URL that gets a POST of JSON with `text` and `alarm`.
+        dirpath: The folder to write to; by default the logger's folder, or `default_root_dir`.
+        filename: Name of the page; its data are in a file of the same name with `.json`. If another
+            run has these files, `-v1` or a higher number is appended.
+        every_n_seconds: Seconds between two writes. Alarms are written at once; a run spends at
+            most 5% of its time on writing.
+        max_tensors: Largest number of rows of a heat map, at most 500. Tensors with an alarm come
+            first, then tensors with the largest rise in zeros, the least headroom, or the largest
+            update RMS.
+        alert: Receiver of every warning and error on rank zero: a function that takes an `Alarm`,
+            or a URL that gets a POST of JSON with `text` and `alarm`.
         log_artifact: Whether loggers get the page when training ends: W&B, MLflow and Comet as a
             file, TensorBoard as text.
 
@@ -100,17 +101,17 @@ class InstabilityReport(InstabilityMonitor):
         self.every_n_seconds = every_n_seconds
         self.max_tensors = max_tensors
         self.log_artifact = log_artifact
-        self.path: Path | None = None  # of the page, on rank zero, once training has begun
-        self._alerts = Alerts(alert)  # a URL may hold a secret: not in the key of checkpoints
+        self.path: Path | None = None  # path of the page, on rank zero, once training has begun
+        self._alerts = Alerts(alert)  # a URL may be secret, so it is not in the checkpoint key
         self._pace = _Pace(every_n_seconds)
         self._failures = Failures(usage)
-        self._wanted: Path | None = None  # where to write to, if no other run does
-        self._earlier: str | None = None  # the page of the run that is resumed
-        self._validation: list[Tensor] = []  # losses of its batches
-        self._validated = -1  # the last training step before a validation
-        self._skips = -1  # the last step that was skipped, which several optimizers may share
+        self._wanted: Path | None = None  # path of the page unless another run has it
+        self._earlier: str | None = None  # page of the run that is resumed
+        self._validation: list[Tensor] = []  # losses of validation batches
+        self._validated = -1  # last training step before the newest validation
+        self._skips = -1  # last skipped step; several optimizers may share it
         self._starts: list[dict[str, Any]] = []  # when the run was started and resumed
-        self._is_started = False  # whether this start is among them
+        self._is_started = False  # whether `_starts` contains this start
         self._steps = 0
         self._end: dict[str, str] = {"how": "running"}
 
@@ -124,14 +125,14 @@ class InstabilityReport(InstabilityMonitor):
         self._end, self._is_started = {"how": "running"}, False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         samplers = [c for c in callbacks if isinstance(c, GradientUnderflowMonitor)]
-        self.needs_gradient_norm = not samplers  # they record it for the page
-        # Behind monitors, before checkpoints; in a new list, as Lightning goes through this one.
+        self.needs_gradient_norm = not samplers  # they record the norm for the page
+        # Behind monitors, before checkpoints. A new list, because Lightning iterates over this one.
         ordered = sorted(callbacks, key=lambda c: (isinstance(c, Checkpoint), c is self))
         trainer.callbacks = ordered  # type: ignore[attr-defined]
 
     def page_path(self, trainer: pl.Trainer) -> Path:
-        """Return where the page is written to, if no other run has one there."""
-        # `log_dir` is the same on all ranks, as it is broadcast.
+        """Return the path of the page unless another run has a page there."""
+        # `log_dir` is broadcast, so equal on all ranks.
         folder = self.dirpath or trainer.log_dir or trainer.default_root_dir
         return Path(os.path.abspath(folder)) / self.filename
 
@@ -141,15 +142,15 @@ class InstabilityReport(InstabilityMonitor):
             self._write(trainer)
 
     def _claim(self, wanted: Path) -> Path:
-        """Return the path of the page; keep the alarms that only the run before has written."""
+        """Return the path of the page; keep alarms that only the earlier run has written."""
         start = self._starts[-1]["step"]
-        # A run from the start continues no other, though the callback may have seen one.
+        # A new run continues no earlier run, even if this callback has seen one.
         earlier = self._earlier if start else None
         parts = parts_of(Path(earlier).with_suffix(".json"), "alarms") if earlier else None
         known = {(a.step, a.kind, a.tensor) for a in self.history.alarms}
         names, before = {each.name for each in dataclasses.fields(Alarm)}, usage("before_resuming")
         for fields in [] if parts is None else parts.get("alarms", [{}]):
-            # Damaged, or of a later version: an alarm that cannot be read is none.
+            # Data may be damaged or from a later version: unreadable alarms are left out.
             with self._failures.forgiven("report_read_in_part", path=earlier):
                 alarm = Alarm(**{name: fields[name] for name in fields if name in names})
                 if alarm.step >= start and (alarm.step, alarm.kind, alarm.tensor) not in known:
@@ -176,7 +177,7 @@ class InstabilityReport(InstabilityMonitor):
 
     @override
     def judge(self, sample: Sample) -> list[Verdict]:
-        """Record every step, and find nothing wrong with any."""
+        """Record every step; return no verdicts."""
         facts = sample.facts
         suffix = f"_{facts.optimizer}" if facts.optimizer else ""
         numbers = {
@@ -187,7 +188,7 @@ class InstabilityReport(InstabilityMonitor):
         known = {name: value for name, value in numbers.items() if value is not None}
         for name, value in known.items():
             self.history.add_point(name, facts.step, value)
-            # A history keeps every 1024th step of a run of 4 million; one NaN would be lost.
+            # A history of 4 million steps keeps every 1024th, so a single NaN would be lost.
             if not math.isfinite(value):
                 self.history.add_point(f"{name}_not_finite", facts.step, value)
         if facts.skipped and facts.loss_scale is not None and facts.step != self._skips:
@@ -231,7 +232,7 @@ class InstabilityReport(InstabilityMonitor):
         if self._wanted is None or self._end["how"] != "running":
             return
         how = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
-        # Whatever ends a run behind a SIGTERM: Lightning's exception, a handler's, a lost rank's.
+        # After a SIGTERM, any exception means preemption: Lightning's, a handler's, a lost rank's.
         how = "preempted" if trainer.received_sigterm else how  # type: ignore[attr-defined]
         text = f"{type(exception).__name__}: {str(exception).strip().partition(chr(10))[0][:500]}"
         self._end = {"how": how, "time": now(), "exception": text.removesuffix(": ")}
@@ -256,7 +257,7 @@ class InstabilityReport(InstabilityMonitor):
         if not self._is_started:
             self._is_started = True
             self._steps = step = step_of(trainer)
-            # In a run from the start the starts of another one mean nothing.
+            # Starts of an earlier run do not belong to a new run.
             earlier = [each for each in self._starts if each["step"] < step]
             self._starts = [*earlier, {"step": step, "time": now()}]
         is_trial = bool(trainer.fast_dev_run) and not is_wanted  # type: ignore[attr-defined]
@@ -265,12 +266,12 @@ class InstabilityReport(InstabilityMonitor):
         wanted = self.path or self._wanted or self.page_path(trainer)
         failures = self._failures.forgiven("report_not_written", path=str(wanted))
         with failures, self._pace.measured():
-            if is_last:  # the steps on their way belong to it
-                with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
+            if is_last:  # the page contains the steps that are still on their way
+                with contextlib.suppress(RuntimeError):  # a failed device returns nothing
                     self.recorder.catch_up()
             path = self.path = self.path or self._claim(wanted)
             data = self._data(trainer)
-            # Data first, of which `lightning-mp report` can make the page again.
+            # Data first: `lightning-mp report` can make the page from it again.
             write(path.with_suffix(".json"), json.dumps(data, allow_nan=False))
             write(path, report_page(data))
             return path
@@ -304,7 +305,7 @@ class InstabilityReport(InstabilityMonitor):
 
 
 class _Pace:
-    """When to write: by time, and at once after an alarm."""
+    """Decides when to write: at intervals, and at once after an alarm."""
 
     def __init__(self, every_n_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.every_n_seconds = every_n_seconds
@@ -324,6 +325,6 @@ class _Pace:
         try:
             yield
         finally:
-            # Of a write that failed as well, which is not to be tried again at every step.
+            # Also after a failed write, which is not to be tried again at every step.
             self._ended = self._clock()
             self._took = self._ended - began

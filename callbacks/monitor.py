@@ -1,4 +1,4 @@
-"""What all monitors share: alarms, their history, and how they reach people and loggers."""
+"""Base class of all monitors: alarms, their history, warnings, and metrics for loggers."""
 
 import copy
 import dataclasses
@@ -46,11 +46,11 @@ from lightning_mp.callbacks._words.wording import words_for
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
 
-# What follows where a module, a weight or a batch was not finite, and has been named.
+# Alarms that follow once `NonFiniteLocator` has named the module, weight or batch at fault.
 _FOLLOWS = frozenset(
     f"{what}_non_finite" for what in ("activation", "output_gradient", "buffer", "optimizer_state")
 ) | {"non_finite_loss", "non_finite_gradient", "non_finite_run"}
-_WITH = " with "  # in keys, before the digest of what no attribute shows
+_WITH = " with "  # in keys, before the digest of arguments that no attribute shows
 
 
 class InstabilityWarning(UserWarning):
@@ -61,11 +61,11 @@ class InstabilityError(FloatingPointError):
     """Ends training before a step that would do harm; raised by monitors with `action="raise"`.
 
     Args:
-        alarm: What was seen.
+        alarm: The alarm that was raised.
     """
 
     def __init__(self, alarm: Alarm) -> None:
-        super().__init__(alarm)  # not its message: exceptions are pickled by their arguments
+        super().__init__(alarm)  # not the message: exceptions are pickled by their arguments
         self.alarm = alarm
 
     def __str__(self) -> str:
@@ -77,24 +77,24 @@ class InstabilityError(FloatingPointError):
 class InstabilityMonitor(Learning, pl.Callback):
     """Raises alarms: as warnings, as metrics `instability/<kind>`, and in `history`.
 
-    An alarm of one kind about one tensor is repeated after `repeat_after_steps` steps at the
-    earliest, so that a long run is not buried in one sentence.
+    An alarm of the same kind about the same tensor is raised again after `repeat_after_steps` steps
+    at the earliest.
 
-    Monitors of one class with different arguments can stand side by side, each with a state of its
-    own in checkpoints. Their metrics have the same names.
+    A Trainer may have several monitors of one class with different arguments. Each has its own
+    state in checkpoints; their metrics have the same names.
 
     Args:
         repeat_after_steps: Steps until the same alarm may be raised again.
     """
 
-    needs_gradient_norm = False  # of every step, in the facts
-    moment: Moment = "before step"  # or "batch end": when to observe
-    every_step = False  # whether to judge steps too of which nothing was observed
-    samples = 0  # observed so far
-    save_batch = False  # of the steps of alarms, those of other monitors too
-    keeps: tuple[str, ...] = ()  # attributes that go into checkpoints, beside rules of its own
-    _arguments: Mapping[str, Any] = {}  # other than defaults
-    _key = ""  # in checkpoints, once there is a Trainer
+    needs_gradient_norm = False  # whether facts of every step contain the gradient norm
+    moment: Moment = "before step"  # when to observe: "before step" or "batch end"
+    every_step = False  # whether `judge` is also called for steps without an observation
+    samples = 0  # observations so far
+    save_batch = False  # whether to save the batches of steps with an alarm of any monitor
+    keeps: tuple[str, ...] = ()  # attributes that are saved in checkpoints, besides rules
+    _arguments: Mapping[str, Any] = {}  # arguments that differ from their defaults
+    _key = ""  # key of the state in checkpoints, once there is a Trainer
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -106,29 +106,29 @@ class InstabilityMonitor(Learning, pl.Callback):
     def __init__(self, *, repeat_after_steps: int = 1000) -> None:
         self.repeat_after_steps = repeat_after_steps
         self.history = History()
-        self._raised: dict[tuple[str, str | None], int] = {}  # the step of the last alarm
-        self.recorder = FactsRecorder()  # that of the Trainer, once there is one
+        self._raised: dict[tuple[str, str | None], int] = {}  # step of the last alarm
+        self.recorder = FactsRecorder()  # the Trainer's recorder, once there is a Trainer
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer(trainer, self)
         peers = self._peers(trainer)
         self._settle_key(peers)
-        # All but the last: who skips takes the step from those behind.
+        # All but the last: a monitor that skips a step hides it from the monitors behind it.
         if any(getattr(peer, "action", None) in ("skip", "rewind") for peer in peers[:-1]):
             passed = ", ".join(f"{type(peer).__name__}(action={peer.action!r})" for peer in peers)
             raise MisconfigurationException(usage("peers", peers=passed))
         if stage == "fit":
             self.recorder = recorder_of(trainer)
-            # What is resumed from a checkpoint is loaded after this.
+            # State from a checkpoint is loaded after this.
             self.history.forget_from(step_of(trainer))
 
     def observe(self, step: TrainingStep) -> Tensor | None:
-        """Return numbers of a step, on the device and without waiting for it; `None` for none."""
+        """Return measurements of a step as a tensor on the device, without a host sync."""
         return None
 
     def judge(self, sample: Sample) -> Iterable[Verdict]:
-        """Return what is wrong, by what was observed: on the host, a step or two later."""
+        """Return verdicts on an observation; called on the host, one or two steps later."""
         return []
 
     @property
@@ -149,10 +149,10 @@ class InstabilityMonitor(Learning, pl.Callback):
         value: float | None = None,
         threshold: float | None = None,
     ) -> Alarm | None:
-        """Raise an alarm; return `None` where the same was raised a short while ago.
+        """Raise an alarm; return `None` if the same alarm was raised recently.
 
-        Message and remedy are sentences, and the others fields of `Alarm`. `facts` are of the step
-        that it happened in, the one under way if `None`. Nothing is warned of with `"info"`.
+        The arguments are the fields of `Alarm`. `facts` belong to the step of the alarm; the
+        default is the current step. Severity `"info"` is recorded without a warning.
         """
         verdict = Verdict(kind, value, threshold, severity, tensor, words=(message, remedy))
         return self.say(trainer, verdict, facts)
@@ -160,11 +160,11 @@ class InstabilityMonitor(Learning, pl.Callback):
     def say(
         self, trainer: pl.Trainer, verdict: Verdict, facts: StepFacts | None = None
     ) -> Alarm | None:
-        """Raise the alarm of a verdict, as `alarm` does."""
+        """Raise the alarm of a verdict; see `alarm`."""
         facts = facts or self.recorder.now or facts_of(trainer)
         if verdict.rank is not None:
             facts = dataclasses.replace(facts, rank=verdict.rank)
-        # A step before the last one is of another run, in which it is news.
+        # A step before the last alarm's belongs to another run, in which the alarm is new.
         key, is_note = (verdict.kind, verdict.tensor), verdict.severity == "info"
         last = self._raised.get(key)
         if last is not None and 0 <= facts.step - last < self.repeat_after_steps and not is_note:
@@ -200,7 +200,7 @@ class InstabilityMonitor(Learning, pl.Callback):
             self.recorder.located = alarm
         if not is_note:
             rank_zero_warn(alarm.message, category=InstabilityWarning)
-        # A logger's plot of NaN shows nothing; 1 marks the step.
+        # Loggers plot nothing for NaN; 1 marks the step.
         is_plottable = alarm.value is not None and math.isfinite(alarm.value)
         value = alarm.value if is_plottable else 1.0
         self.log_metrics(trainer, {f"instability/{alarm.kind}": value}, facts.step)
@@ -210,26 +210,26 @@ class InstabilityMonitor(Learning, pl.Callback):
         return alarm
 
     def on_alarm(self, trainer: pl.Trainer, alarm: Alarm) -> None:
-        """Called of every alarm that any monitor of the Trainer raises, on the rank that does."""
+        """Called for every alarm of any monitor of the Trainer, on the rank that raises it."""
 
     def record(self, metrics: Mapping[str, float], facts: StepFacts, every: int = 1) -> None:
-        """Add the finite numbers of a step to the curves, by name; those of optimizer 1 get `_1`.
+        """Add the finite numbers of a step to the curves; names of optimizer 1 end in `_1`.
 
-        Loggers get those of every so many steps as `instability/<name>`; none with 0.
+        Every `every` steps loggers get the numbers as `instability/<name>`; with 0 never.
         """
         suffix = f"_{facts.optimizer}" if facts.optimizer else ""
         finite = {f"{k}{suffix}": v for k, v in metrics.items() if math.isfinite(v)}
         for name, value in finite.items():
             self.history.add_point(name, facts.step, value)
-        # With 1 added, as Lightning's loggers count: of every 50 steps the last one.
+        # Lightning's loggers log the last of every 50 steps, hence the 1.
         if finite and every and (facts.step + 1) % every == 0:
             named = {f"instability/{name}": value for name, value in finite.items()}
             self.log_metrics(self.recorder.trainer, named, facts.step)
 
     def log_metrics(self, trainer: pl.Trainer, metrics: dict[str, Any], step: int) -> None:
-        """Send plain numbers to every logger, under the step that they come from.
+        """Send numbers to every logger under the step that they were measured at.
 
-        As Lightning itself, nothing with `Trainer(log_every_n_steps=0)`.
+        With `Trainer(log_every_n_steps=0)` nothing is sent, as in Lightning itself.
         """
         if trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             return
@@ -239,12 +239,12 @@ class InstabilityMonitor(Learning, pl.Callback):
     @property
     @override
     def state_key(self) -> str:
-        """The key of its state in checkpoints, another one for other arguments.
+        """The key of the monitor's state in checkpoints; it depends on the arguments.
 
-        It is made of the arguments that are not at their default, so that a new argument does not
-        change it. URLs, and what no attribute of its name shows, are a digest in it.
+        Only arguments that differ from their defaults enter the key, so that a new argument does
+        not change it. URLs, and arguments without an attribute of their name, enter as a digest.
         """
-        # Until there is a Trainer, objects are told apart by where they are in memory.
+        # Without a Trainer, the addresses of objects tell them apart.
         return self._key or self._make_key(str)
 
     def _make_key(self, stable: Callable[[str], str]) -> str:
@@ -262,7 +262,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         return f"{key}{_WITH}{digest}" if rest else key
 
     def _settle_key(self, peers: list[Any]) -> None:
-        """Take the key that is the same in every process; monitors alike are numbered."""
+        """Choose a key that is the same in every process; number equal monitors."""
         key = self._make_key(lambda text: re.sub(r" at 0x[0-9a-fA-F]+", "", text))
         keys = itertools.chain([key], (f"{key} #{number}" for number in itertools.count(2)))
         taken = {peer._key for peer in peers if peer is not self}
@@ -273,16 +273,16 @@ class InstabilityMonitor(Learning, pl.Callback):
 
     @override
     def on_load_checkpoint(self, trainer: pl.Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
-        # Lightning finds a state of its own key. Else it is the one that an earlier version would
-        # have found, which knew attributes alone; or, where an argument has changed since, the one
-        # state of its class that none claims, if this is the one monitor of its class without.
+        # Lightning has loaded a state under exactly this key. Otherwise take the state under the key
+        # of earlier versions, which contained attributes alone; or, if an argument has changed, the
+        # only unclaimed state of this class, if no other monitor of the class lacks a state.
         states, peers = checkpoint.get("callbacks", {}), self._peers(trainer)
         claimed, name = {peer.state_key for peer in peers}, type(self).__qualname__
         free = [k for k in states if k not in claimed and re.split("[{ ]", str(k))[0] == name]
         lost = {p: p.state_key.partition(_WITH)[0] for p in peers if p.state_key not in states}
         found = [k for k in free if lost.get(self) == k and [*lost.values()].count(k) == 1]
         if found or ([*lost] == [self] and len(free) == 1):
-            # A copy, as Lightning hands over one: others read the same checkpoint.
+            # A copy, because other callbacks read the same checkpoint.
             self.load_state_dict(copy.deepcopy(states[(found or free)[0]]))
 
     @override
@@ -308,7 +308,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         self.recorder.highest_rates = dict(state_dict.get("highest_rates", {}))
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
         for name, rule in self._rules().items():
-            # In checkpoints of 0.1 they stand beside the attributes of the monitor.
+            # Checkpoints of 0.1 hold the state of rules beside the attributes of the monitor.
             rule.load_state_dict(state_dict.get(name, state_dict))
 
 

@@ -1,4 +1,4 @@
-"""`ParameterMonitor`: sees parameters that do not train, and weights that vanish or explode."""
+"""`ParameterMonitor`: warns of parameters that do not train, and of weights that explode."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_mp.numerics.tensor_stats import local_shard
 __all__ = ["ParameterMonitor"]
 
 _WATCHED = 1024  # values of a parameter that are compared with those of the last sample
-# Columns of a sample. All but the last two are sums over shards; of those any rank's 1 counts.
+# Columns of a sample. The last two are flags, set if any rank sets them; others add up over shards.
 _NUMEL, _SQUARES, _CHANGED, _GRADIENT, _HAS, _HAD = range(6)
 
 
@@ -36,22 +36,24 @@ _NUMEL, _SQUARES, _CHANGED, _GRADIENT, _HAS, _HAD = range(6)
 class ParameterMonitor(SamplingMonitor):
     """Warns of parameters that do not train, and of weights that vanish or explode.
 
-    A `.detach()` in the wrong place, an optimizer that holds the parameters of a copied model, or a
-    learning rate of 0 leave a finite loss, which may even fall. What each rule means:
+    With a `.detach()` in the wrong place, an optimizer for the parameters of a copied model, or a
+    learning rate of 0, the loss stays finite and may even fall. Rules:
     docs/callbacks/parameter-monitor.md.
 
     Example: `Trainer(callbacks=ParameterMonitor())`
 
     Args:
-        patience: Steps without a gradient, or without a change, after which a parameter counts as
-            untrained.
-        max_untrained: Warns where a larger share of an optimizer's values does not train.
-        min_gradient: Warns where the gradient of a matrix, divided by the norm of its weights, is a
-            smaller part of the largest of all matrices, in five samples in a row.
-        min_weight: Warns where the RMS of a matrix is a smaller part of its highest.
-        max_weight: Warns where it is more than so many times its first, and above 1.
+        patience: Number of steps without a gradient, or without a change, after which a parameter
+            counts as untrained.
+        max_untrained: Largest share of an optimizer's values that may be untrained.
+        min_gradient: Smallest ratio between the relative gradient of a matrix (the norm of its
+            gradient over the norm of its weights) and the largest relative gradient of all
+            matrices. Warns after five samples in a row below this.
+        min_weight: Smallest ratio between the RMS of a matrix and its highest RMS so far.
+        max_weight: Largest ratio between the RMS of a matrix and its first RMS, if the RMS is
+            above 1.
         every_n_steps: Steps between two samples; a fifth of it for the first samples.
-        baseline_samples: How many samples are the first.
+        baseline_samples: Number of first samples.
         repeat_after_steps: Steps until the same alarm may be raised again.
 
     Raises:
@@ -78,13 +80,13 @@ class ParameterMonitor(SamplingMonitor):
             "min_weight": min_weight,
             "max_weight": max_weight,
         }
-        # Under their own names, of which `state_key` is made.
+        # `state_key` reads the arguments from attributes of their names.
         vars(self).update(limits)
         self._patience = patience
         self._rule = ParameterRule(**limits)
-        self._waiting: dict[int, nn.Parameter] = {}  # that have had no gradient in this run
-        self._spare: dict[str, nn.Parameter] = {}  # that no optimizer holds
-        self._before: dict[Optimizer, tuple[int, Tensor]] = {}  # steps completed, and some values
+        self._waiting: dict[int, nn.Parameter] = {}  # parameters without a gradient so far
+        self._spare: dict[str, nn.Parameter] = {}  # parameters in no optimizer
+        self._before: dict[Optimizer, tuple[int, Tensor]] = {}  # completed steps, and values then
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -126,14 +128,14 @@ class ParameterMonitor(SamplingMonitor):
             shards_only=True,
             names=[step.names.get(id(p), "") for p in parameters],
             is_matrix=[p.ndim >= 2 for p in parameters],
-            # What updates leave of a weight in half precision, `AdamStateMonitor` sees.
+            # `AdamStateMonitor` watches the stagnation of half-precision weights.
             is_wide=[p.dtype.itemsize > 2 for p in parameters],
             rates=[rate if isinstance(rate, int | float) else None for rate in rates],
             spare=[name for name, p in self._spare.items() if p.grad is not None],
         )
 
     def _changes(self, step: TrainingStep, shards: list[Tensor]) -> Tensor:
-        """Return how many watched values of each have changed; NaN where that cannot be told."""
+        """Return the number of changed values of each parameter; NaN if unknown."""
         device = shards[0].device
         watched = [s.reshape(-1)[:_WATCHED].to(device, non_blocking=True) for s in shards]
         values = pad_sequence(watched, batch_first=True)
@@ -171,7 +173,7 @@ class ParameterMonitor(SamplingMonitor):
         spare, strange = context["spare"], sum(not name for name in context["names"])
         if not spare:
             return self._rule.judge(facts.step, parameters)
-        # Of tensors that are not the model's nothing else is said: they have one cause.
+        # Tensors that do not belong to the model raise no other alarm: they have one cause.
         own = [p for p, name in zip(parameters, context["names"], strict=True) if name]
         verdicts = self._rule.judge(facts.step, own)
         if facts.step >= self._patience:

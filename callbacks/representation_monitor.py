@@ -1,4 +1,4 @@
-"""`RepresentationMonitor`: sees features collapse or stand still while the loss still falls.
+"""`RepresentationMonitor`: warns of features that collapse or stop changing.
 
 Legend: N samples, L tokens, D width of features, P projections.
 """
@@ -31,36 +31,36 @@ from lightning_mp.precision._choice.module_selection import as_written, find_mod
 
 __all__ = ["RepresentationMonitor"]
 
-_ROWS = 256  # of features, whose products make the effective rank
-_LEAST = 4  # features that can be told to agree
-_PROJECTIONS = 16
+_ROWS = 256  # largest number of features for the effective rank
+_LEAST = 4  # smallest number of features that are measured
+_PROJECTIONS = 16  # of features, for telling whether a tower changes
 _WIDTH = 2 + 4 * _PROJECTIONS  # numbers in a row
-_SIDES = ("image_features", "text_features")
+_FEATURES = ("image_features", "text_features")
 
 
 @explains_arguments(checks={"min_spread": "[0, 1)"})
 class RepresentationMonitor(SamplingMonitor):
     """Warns of features that collapse to one direction or to few, in any tower.
 
-    A loss without negatives is lowest where all samples have the same features, and a contrastive
-    loss may fall while one tower goes there. Measures the features that a loss of this package is
-    called with, or outputs of `modules`; towers run once. For normalised features f_i:
+    A loss without negatives is lowest if all samples have the same features, and a contrastive loss
+    may fall while one tower collapses. Measures the features that a loss of this package receives,
+    or the outputs of `modules`, without another run of the towers. For normalised features f_i:
 
-        spread = sqrt(1 - |mean_i f_i|^2)               in [0, 1]; 0: all have one direction
+        spread = sqrt(1 - |mean_i f_i|^2)               in [0, 1]; 0: all point the same way
         effective rank = (sum_k v_k)^2 / sum_k v_k^2    v: eigenvalues of the covariance
 
-    What each rule means: docs/callbacks/representation-monitor.md.
+    Rules: docs/callbacks/representation-monitor.md.
 
     Example: `Trainer(callbacks=RepresentationMonitor(modules=["image_tower", "text_tower"]))`
 
     Args:
         modules: Dotted names or names of classes, whose outputs (N, D) or (N, L, D) are features.
-            By default the features that a `ContrastiveLoss` or another loss of this package is
-            called with.
-        min_spread: Warns where the spread is below in two samples in a row, and was three times as
-            large; or in the first 20 samples.
+            By default the features that a `ContrastiveLoss` or another loss of this package
+            receives.
+        min_spread: Smallest spread without a warning. Warns after two samples in a row below it if
+            the spread was three times as large before, or after 20 first samples below it.
         every_n_steps: Steps between two samples; a fifth of it for the first samples.
-        baseline_samples: How many samples are the first.
+        baseline_samples: Number of first samples.
         repeat_after_steps: Steps until the same alarm may be raised again.
 
     Raises:
@@ -143,21 +143,21 @@ class RepresentationMonitor(SamplingMonitor):
     def _look_at_call(
         self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        given = dict(zip((*_SIDES, "logit_scale"), args, strict=False)) | kwargs
-        sides = [given.get(side) for side in _SIDES]
-        tensors = [x for x in sides if isinstance(x, Tensor) and x.ndim == 2 and len(x)]
+        given = dict(zip((*_FEATURES, "logit_scale"), args, strict=False)) | kwargs
+        received = [given.get(each) for each in _FEATURES]
+        tensors = [x for x in received if isinstance(x, Tensor) and x.ndim == 2 and len(x)]
         if len(tensors) < 2 or ("pairs", name) in self._rows:
-            return  # such a call the loss refuses in words
-        means = [self._add(f"{name}.{side}", x) for side, x in zip(_SIDES, tensors, strict=True)]
-        for side, x in zip(_SIDES, tensors, strict=True):
+            return  # the loss itself raises an error for such a call
+        means = [self._add(f"{name}.{each}", x) for each, x in zip(_FEATURES, tensors, strict=True)]
+        for each, x in zip(_FEATURES, tensors, strict=True):
             if self._has_frozen and not x.requires_grad:
-                self._locked.add(f"{name}.{side}")
+                self._locked.add(f"{name}.{each}")
         scale = given.get("logit_scale", 1.0)
         is_trained = isinstance(scale, Tensor) and scale.requires_grad
         self._rows["pairs", name] = _pair_row(tensors, means, scale if is_trained else torch.nan)
 
     def _add(self, name: str, features: Tensor) -> Tensor:
-        """Take in the first call of a step; return the mean of normalised features."""
+        """Measure the first call of a step; return the mean of the normalised features."""
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             unit_ND = F.normalize(features.detach().flatten(0, -2).float(), dim=1)
             mean_D = unit_ND.mean(dim=0)
@@ -184,7 +184,7 @@ class RepresentationMonitor(SamplingMonitor):
 
     @override
     def judge(self, sample: Sample) -> list[Verdict]:
-        # Every rank sees samples of its own; the mean of ranks is that of the whole, nearly.
+        # Each rank sees its own samples; the mean over ranks approximates the global value.
         table = dict(zip(sample.context["keys"], sample.array.mean(axis=0), strict=True))
         features = {n: row for (kind, n), row in table.items() if kind == "features"}
         pairs = {n: row for (kind, n), row in table.items() if kind == "pairs"}
@@ -214,9 +214,9 @@ class RepresentationMonitor(SamplingMonitor):
 
 
 @torch.no_grad()
-def _pair_row(sides: list[Tensor], means: list[Tensor], scale: Tensor | float) -> Tensor:
-    """Return the mean cosine of pairs, that of all others, and the scale."""
-    image_ND, text_ND = (F.normalize(x.detach().float(), dim=1) for x in sides)
+def _pair_row(features: list[Tensor], means: list[Tensor], scale: Tensor | float) -> Tensor:
+    """Return the mean cosine of positives, that of negatives, and the logit scale."""
+    image_ND, text_ND = (F.normalize(x.detach().float(), dim=1) for x in features)
     count = min(len(image_ND), len(text_ND))  # texts without an image come last
     positives = (image_ND[:count] * text_ND[:count]).sum()
     total = means[0] @ means[1] * len(image_ND) * len(text_ND)

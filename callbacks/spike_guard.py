@@ -1,4 +1,4 @@
-"""Watches loss and gradient norm; warns, skips, stops, raises or rewinds where they jump."""
+"""`SpikeGuard`: watches loss and gradient norm; can skip, stop, raise or rewind at a spike."""
 
 import math
 from collections import deque
@@ -36,8 +36,8 @@ from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 
 __all__ = ["SpikeGuard"]
 
-# Less noise counts as this much, of the loss and of the gradient norm: with z = 6 nothing below
-# 1.35 and 2.05 times the median is a spike.
+# Smallest relative noise of the loss and of the gradient norm. With z = 6, no value below 1.35 and
+# 2.05 times the median is a spike.
 _FLOORS = (0.05, 0.12)
 
 
@@ -55,33 +55,32 @@ _FLOORS = (0.05, 0.12)
 class SpikeGuard(InstabilityMonitor):
     """Warns of loss spikes, gradient spikes and NaN; on request skips, stops, raises or rewinds.
 
-    One bad batch can undo days: a step with 10 times the gradient moves Adam's weights at full
-    speed in a direction of no use, and one NaN ends the run. Every step is held against the last
-    healthy ones, and the course of the run against its best and its start; of that the guard only
-    warns. What each action does: docs/callbacks/spike-guard.md.
+    One bad batch can undo days: a step with 10 times the gradient moves Adam's weights far in a
+    useless direction, and one NaN ends the run. Each step is compared with the last healthy steps,
+    and the course of the loss with its best and its start; `action` applies to single steps only.
+    Actions: docs/callbacks/spike-guard.md.
 
     Example: `Trainer(callbacks=SpikeGuard(action="skip"))`
 
     Args:
         action: `"warn"`; `"skip"` the step; `"stop"` before it; `"raise"` an `InstabilityError`
             before it; or `"rewind"`.
-        z_threshold: Robust deviations above the median that make a spike. Default 6.
-        window_steps: Healthy steps that a step is held against. Default 128.
-        judge_after_steps: Healthy steps before the first spike is called. Default 64.
-        patience: Spikes in a row after which the new level is accepted. Default 16.
-        rewind_steps: How many optimizer steps to go back at least. Default 100.
-        skip_batches: How many batches to leave out, from the checkpoint on. Default 200; with
-            `accumulate_grad_batches` rounded up to whole steps.
-        max_rewinds: How often to rewind; spikes after that are only warned of. Default 3.
-        checkpoint_every_n_steps: Optimizer steps between two checkpoints to rewind to. Default 50.
-        dirpath: Where those on disk are kept while training; the Trainer's log folder by default.
-            They are removed when training ends; those of a killed run, when the next one starts
-            there. Nothing else in the folder is touched.
-        rewind_storage: Where checkpoints are kept: `"disk"`, `"memory"` of every rank, or `"auto"`:
-            in memory if they take at most `rewind_memory_gb` together and nothing is sharded.
-        rewind_memory_gb: That limit for a rank, in 1e9 bytes. Default 4.
-        rewind_lr_factor: What each rewind multiplies learning rates by, also those to come from
-            schedules. Default 1.
+        z_threshold: Robust deviations above the median from which on a value is a spike.
+        window_steps: Number of healthy steps in the window that a step is compared with.
+        judge_after_steps: Number of healthy steps before the first spike can be named.
+        patience: Number of spikes in a row after which the new level is accepted.
+        rewind_steps: Smallest number of optimizer steps to go back.
+        skip_batches: Number of batches to skip from the mark on; with `accumulate_grad_batches`
+            rounded up to whole steps.
+        max_rewinds: Largest number of rewinds; later spikes raise warnings only.
+        checkpoint_every_n_steps: Optimizer steps between two marks.
+        dirpath: Folder for marks on disk; the Trainer's log folder by default. Marks are removed
+            when training ends; marks of a killed run, when the next run starts in the folder.
+        rewind_storage: Storage of marks: `"disk"`, `"memory"` of every rank, or `"auto"`: memory if
+            all marks take at most `rewind_memory_gb` and nothing is sharded.
+        rewind_memory_gb: Memory limit of a rank for `"auto"`, in 1e9 bytes.
+        rewind_lr_factor: Factor by which each rewind multiplies learning rates, including later
+            ones of schedules.
         save_batch: Whether alarms, also those of other monitors, save the batches of their step as
             `bad_batches/*.pt` in the log folder, 20 files at most; see `Alarm.batch_path`. Keeps
             the newest batches in memory.
@@ -162,17 +161,17 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, _: int) -> None:
-        if self._has_stepped:  # else a micro-batch more of the same step
+        if self._has_stepped:  # otherwise another accumulated batch of the same step
             self._has_stepped = False
             self._sizes.append(0)
         self._sizes[-1] += next((len(t) for t in tensors_in(batch) if t.ndim), 0)
 
     def _spread(self, trainer: pl.Trainer) -> float:
-        """Return how much noisier than usual a step is, as the last and smaller one of an epoch."""
-        # The noise of a mean of n samples goes with 1 / sqrt(n).
+        """Return the noise of a step relative to usual steps; a smaller last batch has more noise."""
+        # The noise of a mean of n samples is proportional to 1 / sqrt(n).
         self._has_stepped = True
         size, usual = self._sizes[-1], sorted(self._sizes)[len(self._sizes) // 2]
-        # What ranks decide together must not hang on the batch of one.
+        # Ranks decide together, so the batch size of one rank must not matter.
         is_known = trainer.world_size == 1 and size > 0
         return math.sqrt(max(usual / size, 1.0)) if is_known else 1.0
 
@@ -182,12 +181,12 @@ class SpikeGuard(InstabilityMonitor):
         if step.signals is None:
             return None  # `training_step` returned None
         window = self._windows[step.facts.optimizer]
-        # On the device: to learn there whether to skip costs no host sync.
+        # Judged on the device, so that skipping needs no host sync.
         verdict = window.judge(step.signals.values, step.signals.judged, self._spread(step.trainer))
         verdict.is_spike[0] &= ~is_slight(verdict, window.highest_k[0])
         self._is_bad = verdict.is_spike | ~verdict.is_finite
         if self.action in ("stop", "raise") and loss_scale_of(step.trainer) is not None:
-            self._is_bad[1] &= verdict.is_finite[1]  # an overflow is left to the scaler
+            self._is_bad[1] &= verdict.is_finite[1]  # the loss scaler handles overflows
         return torch.stack([part.float() for part in verdict])
 
     @override
@@ -197,13 +196,13 @@ class SpikeGuard(InstabilityMonitor):
         if self.action == "skip":
             self._skipper.skip(trainer, optimizer, self._is_bad.any().float())
         elif self.action in ("stop", "raise"):
-            self._is_ending |= bool(self._is_bad.any())  # the host waits
+            self._is_ending |= bool(self._is_bad.any())  # a host sync
             if self._is_ending:
                 self._end(trainer, optimizer)
 
     def _end(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        """Raise, or keep an optimizer from its step, the last one of training."""
-        self._runs.clear()  # a resumed run is to end again, and to say so
+        """Raise an error, or skip the optimizer's step, which is the last one of training."""
+        self._runs.clear()  # a resumed run must end and raise its alarm again
         self._raised.clear()
         if self.action == "stop":
             self._skipper.skip(trainer, optimizer)
@@ -230,24 +229,24 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._is_ending:  # the step must be reported before training stops
+        if self._is_ending:  # the alarm must be raised before training stops
             self.recorder.catch_up()
             self._is_ending = False
         is_eventful = self._act(trainer)
         if self.action == "rewind" and not is_eventful and self._rewinder.is_due(trainer):
-            # A checkpoint waits for the device anyway, and none is taken of a step gone wrong.
+            # Saving a mark waits for the device anyway, and a bad step must not become a mark.
             self.recorder.catch_up()
             if not self._act(trainer) and not any(self._runs.values()):
                 position = trainer.fit_loop.epoch_loop.batch_progress.total.ready
                 self._rewinder.save(trainer, step_of(trainer) + 1, position)
 
     def _act(self, trainer: pl.Trainer) -> bool:
-        """Act on the first event among the steps that were judged; return whether there is one."""
+        """Act on the first event among the judged steps; return whether there is an event."""
         event = self._event
         if event is not None and self.action == "stop":
             trainer.should_stop = True
         elif event is not None and self.action == "rewind":
-            self.recorder.catch_up()  # what came after belongs to weights about to be undone
+            self.recorder.catch_up()  # later steps belong to weights that the rewind discards
             self._rewind(trainer, event[0])
         self._event = None
         return event is not None
@@ -262,7 +261,7 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     def on_exception(self, *_: Any) -> None:
-        self._rewinder.store.close(is_over=False)  # a resumed run may go on with what is on disk
+        self._rewinder.store.close(is_over=False)  # a resumed run may use the marks on disk
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -286,14 +285,14 @@ class SpikeGuard(InstabilityMonitor):
         self._skips = self._skips + 1 if facts.skipped else 0
         first, again = facts.step - self.patience + 1, self.judge_after_steps
         numbers = {"first_bad": first, "patience": self.patience, "again": again}
-        # Of several bad steps in a row the first one is the event.
+        # The first of several bad steps in a row is the event.
         for kind, is_so in is_bad.items():
             key = f"{kind} {facts.optimizer}"
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
             if self._runs[key] == 1 and event is None:
                 event = describe(self._scene(trainer, facts), loss, norm)
                 verdicts.append(event)
-            # Spikes in a row are a new level, which `is_new_level` tells.
+            # Spikes in a row are a new level; see `is_new_level`.
             if self._runs[key] == self.patience and kind != "spike":
                 tags = ("skipped",) if self._skips >= self.patience else ()
                 count = float(self.patience)
@@ -305,7 +304,7 @@ class SpikeGuard(InstabilityMonitor):
             if now.is_new_level:
                 shift = Verdict("level_shift", now.value, now.limit, tensor=name, numbers=numbers)
                 verdicts.append(shift)
-        # Windows follow a slow rise; the course holds it against the best level so far.
+        # Windows follow a slow rise; the course compares the loss with its best level so far.
         course = self._courses[facts.optimizer]
         used = self._courses[: len(trainer.optimizers)]
         course.rivals = [other for other in used if other is not course]
@@ -355,7 +354,7 @@ class SpikeGuard(InstabilityMonitor):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # Lightning loads this before `on_train_start`, when the optimizers are not counted yet.
+        # Lightning loads the state before `on_train_start`, where the optimizers are counted.
         self._add_windows(len(state_dict["windows"]))
         for window, state in zip(self._windows, state_dict["windows"], strict=False):
             window.load_state_dict(state)
