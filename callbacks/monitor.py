@@ -273,7 +273,7 @@ class InstabilityMonitor(Learning, pl.Callback):
 
     @override
     def on_load_checkpoint(self, trainer: pl.Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
-        # Lightning has loaded a state under exactly this key. Otherwise take the state under the key
+        # Lightning has loaded a state under exactly this key. Otherwise take the one under the key
         # of earlier versions, which contained attributes alone; or, if an argument has changed, the
         # only unclaimed state of this class, if no other monitor of the class lacks a state.
         states, peers = checkpoint.get("callbacks", {}), self._peers(trainer)

@@ -167,7 +167,7 @@ class SpikeGuard(InstabilityMonitor):
         self._sizes[-1] += next((len(t) for t in tensors_in(batch) if t.ndim), 0)
 
     def _spread(self, trainer: pl.Trainer) -> float:
-        """Return the noise of a step relative to usual steps; a smaller last batch has more noise."""
+        """Return the relative noise of a step; a smaller last batch has more noise."""
         # The noise of a mean of n samples is proportional to 1 / sqrt(n).
         self._has_stepped = True
         size, usual = self._sizes[-1], sorted(self._sizes)[len(self._sizes) // 2]

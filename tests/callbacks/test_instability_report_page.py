@@ -249,7 +249,7 @@ def test_rebuild_finds_data_under_any_name_and_one_folder_below(tmp_path: Path) 
 def test_rebuild_of_nothing_or_several_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="which does not exist"):
         rebuild_page(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"no report's data.*InstabilityReport"):
+    with pytest.raises(ValueError, match=r"no report data.*InstabilityReport"):
         rebuild_page(tmp_path)
     other = tmp_path / "other.json"
     other.write_text("[]")
