@@ -159,14 +159,15 @@ def test_tests_have_a_folder_for_each_package() -> None:
 
 
 def test_each_file_of_tests_says_what_it_holds() -> None:
-    silent = [name_of(path) for path in TESTS if not ast.get_docstring(tree(path))]
+    silent = [name_of(path) for path in TESTS if not path.read_text().startswith(('"""', 'r"""'))]
     assert silent == []
 
 
 def test_no_test_asserts_on_elapsed_time() -> None:
     clock = re.compile(r"\b(perf_counter|monotonic|process_time|time\.time)\w*\(")
     for path in TESTS:
-        for node in ast.walk(tree(path)):
+        reads_a_clock = clock.search(path.read_text())
+        for node in ast.walk(tree(path)) if reads_a_clock else ():
             if isinstance(node, ast.Assert):
                 assert not clock.search(ast.unparse(node)), f"{name_of(path)}:{node.lineno}"
 
