@@ -74,8 +74,8 @@ class ExpertRule(Learning):
         if starved:
             tensor = f"{router}[{starved[0]}]"
             share, limit = chosen[starved[0]] / tokens, _STARVED * even / tokens
-            numbers |= {"count": len(starved), "of": len(chosen)}
-            verdicts.append(Verdict("expert_dead", share, limit, tensor=tensor, numbers=numbers))
+            more = {**numbers, "count": len(starved), "of": len(chosen)}
+            verdicts.append(Verdict("expert_dead", share, limit, tensor=tensor, numbers=more))
         share = max(chosen) / tokens
         # Where each token takes half of the experts, one that all tokens take is no failure.
         if share > _CROWDED and even / tokens < _CROWDED / 2:

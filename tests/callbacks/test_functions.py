@@ -120,6 +120,8 @@ def test_expert_that_all_tokens_take_is_overloaded_unless_each_token_takes_half_
     chosen = [6000.0, *(count - 1) * [0.0 if count > 2 else 5000.0]]
     found = [rule.judge("gate", 6000.0, chosen) for _ in range(5)][-1]
     assert [verdict.kind for verdict in found] == kinds
+    # The count of starved experts belongs to the alarm about them.
+    assert ["count" in verdict.numbers for verdict in found] == [True, False][: len(kinds)]
 
 
 def test_log_z_that_is_large_from_the_start_is_no_drift() -> None:
