@@ -206,7 +206,7 @@ def test_error_names_the_class_that_was_called(make: Any, called: str) -> None:
         ("BalancedAMP", {"device": "gpu"}, "'auto' or a type without an index"),
         ("ContrastiveLoss", {"autotune": "False"}, "True or False. Leave it out for the default"),
         ("ContrastiveLoss", {"label_smoothing": 2}, "a number from 0 to 1."),
-        ("ContrastiveLoss", {"process_group": -100}, "a `ProcessGroup` or None. A rank outside"),
+        ("ContrastiveLoss", {"process_group": -100}, "a `ProcessGroup` or None. Ranks outside"),
         ("GradientCache", {"replay_tolerance": math.nan}, "a number of at least 0 or None."),
         ("GradientCache", {"micro_batch_size": 0}, "'auto' or an integer of at least 1."),
         (

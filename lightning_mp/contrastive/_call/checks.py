@@ -97,7 +97,7 @@ def _shapes_problem(image: Tensor, text: Tensor, has_positives: bool) -> str | N
         return f"{shapes} Both must have one width. Project both to it."
     if image.shape[0] > text.shape[0] and not has_positives:
         return (
-            f"{shapes} Text i belongs to image i, so there must be a text for each image; further "
+            f"{shapes} Text i belongs to image i, so there must be a text for each image; extra "
             "texts are negatives of all images. If images share a text, name the text of each "
             "image in `positives`; if an image has several texts, repeat the image for each of "
             "them, with the same value in `ids`."
