@@ -1,4 +1,4 @@
-"""What a step of Adam is about to do, in a few numbers; when its second moment misleads it.
+"""Statistics of the next step of Adam, and rules for its second moment.
 
 Legend: `N` parameters, `K` columns of `AdamField`.
 """
@@ -29,43 +29,43 @@ __all__ = [
     "quantized_states",
 ]
 
-_BLOCK = 2**16  # values, whose dozen passes on a CPU find them in the cache
+_BLOCK = 2**16  # values per block, so that a dozen passes stay in the cache of a CPU
 _SMALLEST = 1e-18  # its square is still normal in fp32
-_ALL = 0.99  # of a tensor: what is too much without any knowledge of what is usual
-_MEMORY = 0.1  # of the 1 / (1 - beta2) steps of a second moment, before its RMS says something
+_ALL = 0.99  # share of a tensor that raises an alarm without a baseline
+_MEMORY = 0.1  # share of the 1 / (1 - beta2) steps after which the RMS is meaningful
 
 
 class AdamField(IntEnum):
-    """The columns of `adam_statistics`; sums, so that those of shards add up."""
+    """Columns of `adam_statistics`. They are sums, so that shards can be added."""
 
     NUMEL = 0
-    NON_ZERO = 1  # how many gradients are not exactly 0
-    SQUARED_RATIO = 2  # the sum of `g^2 / max(v_hat, eps^2)`
-    BELOW_EPSILON = 3  # where the gradient is not 0: how many `sqrt(v_hat)` are below epsilon
-    SQUARED_UPDATE = 4  # the sum of `(lr * m_hat / (sqrt(v_hat) + eps))^2`
+    NON_ZERO = 1  # number of nonzero gradient values
+    SQUARED_RATIO = 2  # sum of `g^2 / max(v_hat, eps^2)`
+    BELOW_EPSILON = 3  # number of values with `sqrt(v_hat) < eps` and a nonzero gradient
+    SQUARED_UPDATE = 4  # sum of `(lr * m_hat / (sqrt(v_hat) + eps))^2`
     SQUARED_WEIGHT = 5
     SQUARED_GRADIENT = 6
-    SECOND_MOMENT = 7  # the sum of `v`, after the step and not corrected
-    STAGNANT = 8  # how many weights in half the update leaves as they are, where it is not 0
-    NON_FINITE = 9  # 1 where a sum is NaN or inf; all sums before are then 0
-    BAD_STATE = 10  # 1 where that cannot come from gradient or weight: the optimizer's state is bad
-    STEP = 11  # how many steps the optimizer will have made; of shards the largest, not the sum
+    SECOND_MOMENT = 7  # sum of `v` after the step, without bias correction
+    STAGNANT = 8  # number of half weights that a nonzero update leaves unchanged
+    NON_FINITE = 9  # 1 if a sum is NaN or inf; all sums above are then 0
+    BAD_STATE = 10  # 1 if gradient and weight are finite, so that the state is non-finite
+    STEP = 11  # step count after this step; the maximum over shards, not the sum
 
 
 def has_second_moments(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Return whether an optimizer keeps Adam's moments of a parameter, and has taken a step."""
+    """Return whether an optimizer has Adam's moments of a parameter."""
     state = optimizer.state.get(parameter, {})
     return "exp_avg" in state and "exp_avg_sq" in state and not _quantized_in(state)
 
 
 def quantized_states(optimizer: Optimizer) -> list[str]:
-    """Return the names of states that are kept in 8 bits, which cannot be read as they are."""
+    """Return the names of 8-bit states, which cannot be read directly."""
     return next(filter(None, map(_quantized_in, optimizer.state.values())), [])
 
 
 def _quantized_in(state: dict[str, Any]) -> list[str]:
     tensors = {name: t for name, t in state.items() if isinstance(t, Tensor) and t.numel() > 1}
-    # bitsandbytes keeps `state1` and `state2` in uint8, torchao tensors of a class of its own.
+    # bitsandbytes stores `state1` and `state2` in uint8; torchao uses a tensor subclass.
     eight_bits = (torch.uint8, torch.int8)
     return [n for n, t in tensors.items() if t.dtype in eight_bits or hasattr(t, "codes")]
 
@@ -79,15 +79,15 @@ def adam_statistics(
     *,
     keeps_rounding: bool = False,
 ) -> Tensor:
-    r"""Work out, ahead of a step and without changing anything, what it will do.
+    r"""Return the statistics of the next step, without changing any tensor.
 
     .. math::
         v = \beta_2 v + (1 - \beta_2) g^2, \quad \hat v = v / (1 - \beta_2^t), \quad
         m = \beta_1 m + (1 - \beta_1) g, \quad \hat m = m / (1 - \beta_1^t)
 
-    The row of a parameter without Adam's states, or with an empty gradient, is zero. Rows are
-    float64 (fp32 on MPS), on its device. With `keeps_rounding`, what a half weight cannot hold of a
-    step is kept elsewhere, and no weight stands still.
+    Rows are float64 (fp32 on MPS) on the device of the parameter. The row of a parameter without
+    Adam's states or with an empty gradient is zero. With `keeps_rounding`, the optimizer keeps
+    rounding errors of half weights, so no weight is stagnant.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     rows = [
@@ -114,18 +114,18 @@ def _row(
     if "exp_avg_sq" not in state or not local_shard(gradient).numel():
         return torch.zeros(len(AdamField), dtype=wide, device=parameter.device)
     held = map(local_shard, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
-    # Complex values as their real and imaginary parts, as torch steps them.
+    # Complex values are viewed as real and imaginary parts, as in torch's step.
     tensors = [stored_values(t.to_dense() if t.is_sparse else t) for t in held]
     step = torch.as_tensor(state.get("step", 1), dtype=torch.float32) + 1
-    # A GPU would launch a dozen kernels for each block, so it takes all in one.
+    # On a GPU every block takes a dozen kernels, so use one block.
     size = _BLOCK if tensors[0].device.type == "cpu" else max(tensors[0].numel(), 1)
     blocks = zip(*(t.reshape(-1).split(size) for t in tensors), strict=True)
     parts = [_block_sums(group, step, unscale, block) for block in blocks]
     sums = torch.stack(parts).sum(dim=0, dtype=wide)
-    # Flagged and set to 0: one NaN would take the sums of all other shards with it.
+    # Flagged and set to 0, because one NaN would make the sum over shards NaN.
     is_bad = ~sums.isfinite().all()
     inputs = [AdamField.SQUARED_WEIGHT - 1, AdamField.SQUARED_GRADIENT - 1]
-    # Neither gradient nor weights can have made it.
+    # Gradient and weights are finite, so the state is the cause.
     is_state_bad = is_bad & sums[inputs].isfinite().all()
     sums = torch.where(is_bad, 0, sums)
     count = torch.full((), tensors[0].numel(), dtype=wide, device=sums.device)
@@ -136,17 +136,17 @@ def _row(
 def _block_sums(
     group: dict[str, Any], step: Tensor, unscale: float | Tensor, block: Sequence[Tensor]
 ) -> Tensor:
-    """Return the columns from `NON_ZERO` to `STAGNANT` of a part of a parameter, in fp32."""
+    """Return the columns `NON_ZERO` to `STAGNANT` of a block of a parameter, in fp32."""
     beta1, beta2 = (float(b) for b in group["betas"])
     weight, g, m, v = (part.float() for part in block)
     if isinstance(unscale, Tensor) or unscale != 1:
         g = g * unscale
-    # Ahead of the step: after it, the states that it started from are gone.
+    # Computed before the step, which overwrites the states.
     root = torch.addcmul(v * beta2, g, g, value=1 - beta2).div_(1 - beta2**step).sqrt_()
     update = torch.lerp(m, g, 1 - beta1).div_(root + group["eps"])
     factor = group["lr"] / (1 - beta1**step)
     is_moving = g != 0
-    # Steps that keep what rounding takes, or round at random, lose nothing.
+    # Steps that keep rounding errors or round stochastically do not stagnate.
     is_rounded = group.get("write_back", "nearest") == "nearest"
     is_still = torch.zeros((), device=g.device)
     if block[0].dtype in HALF_DTYPES and is_rounded:
@@ -168,13 +168,13 @@ def _block_sums(
     return torch.stack([each.to(torch.float32) for each in sums])
 
 
-# What is kept of each tensor; it goes into checkpoints as it is.
+# State of each tensor, as saved in checkpoints.
 _UNKNOWN: dict[str, Any] = {
     "samples": 0,
-    "rms": 0.0,  # the highest one at the start
-    "below": 0.0,  # the largest share below epsilon at the start
-    "newest": (),  # RMS values
-    "zero_from": None,  # the step from which on its gradient has been zero
+    "rms": 0.0,  # the maximum of the first samples
+    "below": 0.0,  # the largest share below epsilon in the first samples
+    "newest": (),  # the latest RMS values
+    "zero_from": None,  # the step since which the gradient has been zero
     "with": 0,  # samples with a gradient,
     "without": 0,  # without one before this run,
     "run": 0,  # and in it

@@ -1,4 +1,4 @@
-"""Whether a run learns: its loss against its best and its start, and the trend of its gradients."""
+"""Rules for slow changes: the loss compared with its best and start, the trend of gradients."""
 
 import itertools
 import math
@@ -12,28 +12,28 @@ from lightning_mp.callbacks._rules.records import Learning, Verdict
 __all__ = ["CourseRule", "noise_of"]
 
 _EVERY = 8  # steps between two judgements
-_WINDOW = 32  # steps whose median is the level; the error of that is 0.22 of a step's noise
-_FIRST = 4  # steps whose median is the start: later ones have moved the weights
-_LASTING = 4  # judgements in a row, hence as many steps as a level has
+_WINDOW = 32  # steps of the median; its error is 0.22 times the noise of a step
+_FIRST = 4  # steps of the median at the start; later steps have changed the weights
+_LASTING = 4  # consecutive judgements, which span the steps of one median
 _SIGMA_PER_MAD = 1.4826
-# A level above another by 6 deviations of a single step is 20 of its own errors: not noise, even
-# where steps depend on each other as much as if only one in 16 were new.
+# A median that is higher by 6 deviations of a step is higher by 20 of its own errors. This is not
+# noise, even if steps are as dependent as if only one in 16 were new.
 _NOISES = 6.0
-_NOISES_NOW = 3.0  # of the noise at the new level, which has grown with it
-_FLOOR = 0.05  # of the best level: less noise counts as this much, as for spikes
-_TIMES_RECOVERED = 3.0  # a loss that swings (rewards) is held against swings it came back from
-_RIVALS = 10.0  # a GAN's losses may both rise to several times their start, towards a balance
-_LOST = 0.5  # the share of what was gained that a divergence has lost again
-_STALLED = 96  # steps without a loss below its start that are too many after a rise
-_HORIZON = 1000  # the same where it has not risen either, which is only noted
-_GROWTH = 10.0  # of a gradient norm above its lowest level
-_TREND = 16  # judgements, 128 steps, over which it must have risen from quarter to quarter
+_NOISES_NOW = 3.0  # in units of the noise at the new level, which grows with the level
+_FLOOR = 0.05  # least noise, as a share of the best level
+_TIMES_RECOVERED = 3.0  # for losses that swing, such as rewards
+_RIVALS = 10.0  # both losses of a GAN may rise to several times their start
+_LOST = 0.5  # share of the improvement that a divergence has lost
+_STALLED = 96  # steps without a loss below its start, after a rise
+_HORIZON = 1000  # the same without a rise, which is only a note
+_GROWTH = 10.0  # factor of a gradient norm above its lowest level
+_TREND = 16  # judgements (128 steps) in which the norm must rise from quarter to quarter
 
 
 def noise_of(values: Sequence[float]) -> float:
-    """Return the deviation of single values, three at least, about their trend."""
-    # By the median of differences, so that neither a slope nor outliers count. Independent values
-    # differ by sqrt(2) times their deviation.
+    """Return the standard deviation of at least three values about their trend."""
+    # The median of differences is robust to a slope and to outliers. Differences of independent
+    # values have sqrt(2) times their deviation.
     steps = [after - before for before, after in itertools.pairwise(values)]
     center = statistics.median(steps)
     return _SIGMA_PER_MAD * statistics.median(abs(s - center) for s in steps) / 2**0.5
@@ -41,25 +41,25 @@ def noise_of(values: Sequence[float]) -> float:
 
 @dataclass(eq=False)
 class CourseRule(Learning):
-    """Judges the course of one optimizer's loss and gradient norm, in units of the loss's noise.
+    """Judges slow changes of an optimizer's loss and gradient norm, in units of the loss's noise.
 
-    Levels are medians of 32 steps. The best is the start where no level was below it, `recovered`
-    the largest rise so far after which a new best came. For 32 steps, a divergence is
+    Levels are medians of 32 steps. `best` is the lowest level so far, `recovered` the largest rise
+    that was followed by a new best. A divergence satisfies for 32 steps
 
         level - best > max(6 noise at the best, 3 noise now, 3 recovered, (start - best) / 2)
 
-    Why so, what is a stall, and what a trend: docs/callbacks/spike-guard.md.
+    docs/callbacks/spike-guard.md explains this rule, stalls and trends.
     """
 
-    rivals: Sequence["CourseRule"] = ()  # of other optimizers, which may train against this (a GAN)
+    rivals: Sequence["CourseRule"] = ()  # rules of other optimizers, as in a GAN
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _WINDOW), init=False)
     _norms: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW), init=False)
     _norm_levels: deque[float] = field(default_factory=lambda: deque(maxlen=_TREND), init=False)
-    # Numbers, so that they go into a checkpoint as they are. Steps are those that were finite.
+    # Plain numbers for checkpoints. `steps` counts finite steps.
     _known: dict[str, float] = field(default_factory=lambda: {"steps": 0.0}, init=False)
 
     def judge(self, step: int, loss: float | None, norm: float | None) -> list[Verdict]:
-        """Take in a step; return what is wrong. What is not finite is not looked at."""
+        """Add a step and return verdicts. Non-finite values are ignored."""
         known = self._known
         known["steps"] += 1
         if loss is not None and math.isfinite(loss):
@@ -118,7 +118,7 @@ class CourseRule(Learning):
     def _judge_stall(self, level: float, noise: float) -> list[Verdict]:
         known = self._known
         steps, start, risen = known["steps"], known["start"], known.get("risen", 0.0)
-        # A best level below the start by a step's noise is 4 errors of a level: it has learned.
+        # A best level below the start by the noise of a step (4 errors of a level) is learning.
         if start - known["best"] > noise or "stalled" in known or self._true_rivals():
             return []
         numbers = {"start": start, "steps": steps, "peak": start + risen}
@@ -141,7 +141,7 @@ class CourseRule(Learning):
             known |= {"lowest": level, "lowest_step": step}
         quarters = list(self._norm_levels)[:: _TREND // 4]
         is_rising = len(self._norm_levels) == _TREND and quarters == sorted(set(quarters))
-        # A norm that grows while the loss is at its best is learning.
+        # A norm may grow while the loss is at its best.
         above = known["level"] - known["best"] if "level" in known else 0.0
         is_best = not self._true_rivals() and above <= known.get("noise", 0.0)
         limit = _GROWTH * known["lowest"]
@@ -152,6 +152,6 @@ class CourseRule(Learning):
         return [Verdict("gradient_trend", level, limit, tensor="gradient norm", numbers=numbers)]
 
     def _lasts(self, what: str, is_so: bool) -> bool:
-        """Return whether something has just been so for 32 steps; once until it is over."""
+        """Return whether a condition has just held for 32 steps; true once until it ends."""
         count = self._known[what] = self._known.get(what, 0.0) + 1 if is_so else 0.0
         return count == _LASTING

@@ -1,7 +1,7 @@
 """Moments and histograms of tensors, which merge exactly over blocks, micro-batches and ranks.
 
 Legend: `N` tensors, `R` parts to merge, `K` columns: count, mean, M2, M3, M4, absmax, non-finite,
-then `B` bins of the histogram, where it is asked for. `Mp = sum (x - mean)^p`.
+and optionally `B` bins of a histogram. `Mp = sum (x - mean)^p`.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ __all__ = ["EXPONENTS", "Reduction", "merge_moments", "reduced", "tensor_moments
 
 Reduction = Literal["norm", "rms", "mean", "std", "absmax", "kurtosis", "histogram"]
 _MOMENTS = 7
-_LOWEST, _HIGHEST = -149, 127  # exponents of the numbers of fp32, subnormals too
+_LOWEST, _HIGHEST = -149, 127  # exponents of fp32, including subnormals
 EXPONENTS: npt.NDArray[np.float64] = np.array([-np.inf, *range(_LOWEST, _HIGHEST + 1)])
-"""floor(log2 |x|) of each bin: of the first, zeros and what fp32 would make zero."""
-# Values that are widened to float64 at a time: 32 MB, or what the caches of a CPU hold.
+"""floor(log2 |x|) of each bin; the first bin counts zeros and values that underflow fp32."""
+# Number of values that are cast to float64 at a time: 32 MB, or the cache of a CPU.
 _BLOCK = {"cpu": 1 << 16}
 _LARGE_BLOCK = 1 << 22
 
@@ -30,18 +30,19 @@ _LARGE_BLOCK = 1 << 22
 def tensor_moments(
     tensor: Tensor, *, unscale: float | Tensor = 1.0, histogram: bool = False
 ) -> Tensor:
-    """Return the moments of a tensor, without waiting for its device.
+    """Return the moments of a tensor without a host sync.
 
     Args:
-        tensor: Of any floating dtype; of a DTensor its local shard, of a sparse one what is stored.
-        unscale: Multiplies the values.
-        histogram: Whether to count values by their exponents too.
+        tensor: Tensor of any floating dtype. For a DTensor the local shard, for a sparse tensor the
+            stored values are used.
+        unscale: Factor of the values.
+        histogram: Whether to count values by exponent.
 
     Returns:
-        moments_K: float64, on the device of the tensor; on the CPU where it has no float64. Values
-            that are not finite are counted and otherwise left out.
+        moments_K: float64 on the device of the tensor, or on the CPU for MPS. Non-finite values are
+            counted and otherwise ignored.
     """
-    # In float64, as the fourth power of a gradient of 1e-12 underflows in fp32.
+    # In float64, because the fourth power of a gradient of 1e-12 underflows in fp32.
     values = stored_values(local_shard(tensor).detach()).reshape(-1)
     if values.device.type == "mps":
         values = values.cpu()
@@ -58,7 +59,7 @@ def _block_moments(values: Tensor, unscale: float | Tensor, histogram: bool) -> 
     x = torch.where(is_finite, x, 0)
     count = is_finite.sum()
     mean = x.sum() / count.clamp(min=1)
-    # About the mean, as E[x^2] - mean^2 would cancel where the mean is large.
+    # About the mean, because E[x^2] - mean^2 cancels for a large mean.
     apart = torch.where(is_finite, x - mean, 0)
     square = apart.square()
     powers = [square.sum(), torch.dot(square, apart), torch.dot(square, square)]
@@ -71,18 +72,18 @@ def _block_moments(values: Tensor, unscale: float | Tensor, histogram: bool) -> 
     # `bincount` would wait for a GPU.
     bins = torch.zeros(len(EXPONENTS), dtype=torch.int64, device=x.device)
     bins.scatter_add_(0, place, torch.ones_like(place))
-    bins[0] -= values.numel() - count  # zeros stand for what is not finite
+    bins[0] -= values.numel() - count  # non-finite values were replaced by zeros
     return torch.cat([row, bins.to(torch.float64)])
 
 
 def merge_moments(parts_RK: Tensor) -> Tensor:
-    """Return the moments of all values whose parts have these, as if they were one tensor's.
+    """Return the moments of the union of several parts.
 
     With `d = mean_r - mean`, `M2 = sum M2_r + n_r d^2`, `M3 = sum M3_r + 3 d M2_r + n_r d^3` and
-    `M4 = sum M4_r + 4 d M3_r + 6 d^2 M2_r + n_r d^4`: no large sums are subtracted.
+    `M4 = sum M4_r + 4 d M3_r + 6 d^2 M2_r + n_r d^4`, no large sums are subtracted.
 
     Args:
-        parts_RK: What `tensor_moments` returned; further dimensions may stand between.
+        parts_RK: Results of `tensor_moments`, possibly with further dimensions in between.
 
     References:
         Chan, Golub and LeVeque 1979; Pebay, SAND2008-6212.
@@ -99,13 +100,13 @@ def merge_moments(parts_RK: Tensor) -> Tensor:
 
 
 def reduced(moments_NK: Tensor, names: Sequence[str]) -> dict[str, npt.NDArray[np.float64]]:
-    """Return what `Reduction` names, one value a tensor; NaN where there is none.
+    """Return reductions with one value per tensor; NaN without values.
 
     Args:
-        moments_NK: On the host.
-        names: Of reductions. `norm` is `sqrt(sum x^2)`, `rms` `sqrt(mean x^2)`, `std` that of all
-            values (divided by their count), `kurtosis` `n M4 / M2^2`: 3 for normal values, more
-            where tails are heavy. `histogram` has shape [N, B] and counts values by `EXPONENTS`.
+        moments_NK: Moments on the host.
+        names: Reductions. `norm` is `sqrt(sum x^2)`, `rms` is `sqrt(mean x^2)`, `std` is the
+            population standard deviation, and `kurtosis` is `n M4 / M2^2`, 3 for a normal
+            distribution and larger for heavy tails. `histogram` has shape [N, B], see `EXPONENTS`.
     """
     moments = moments_NK.numpy()
     n, mean, m2, _, m4, absmax, _ = moments[:, :_MOMENTS].T

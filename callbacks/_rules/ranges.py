@@ -1,4 +1,4 @@
-"""When values vanish because a format is too small for them, and when they will overflow it."""
+"""Rules for underflow of values and forecasts of overflow."""
 
 import statistics
 from collections.abc import Collection, Iterable
@@ -9,23 +9,23 @@ from lightning_mp.callbacks._rules.records import Learning, Severity, Verdict
 
 __all__ = ["ALIVE", "GrowthRule", "ROUNDING", "UnderflowJudge", "origin_of"]
 
-# A gradient that is zero but for rounding (of a bias in front of a norm, of the keys of attention)
-# is as small beside others as a rounding of fp16 beside 1, with a factor of 4 for sums.
+# A gradient that is pure rounding error (of a bias before a norm, of attention keys) is at most the
+# rounding error of fp16 relative to other gradients, with a factor of 4 for sums.
 ROUNDING = 2.0**-9
-ALIVE = 1e-4  # the chance of so long a run without gradient at which a tensor counts as dead
-_UNUSED = 1e-6  # the same for samples, of which a run has thousands
+ALIVE = 1e-4  # probability of a run without gradients below which a tensor counts as dead
+_UNUSED = 1e-6  # the same per sample, of which a run has thousands
 
 
 @dataclass(eq=False)
 class UnderflowJudge(Learning):
-    """Tells vanished values from zeros by nature; docs/callbacks/gradient-underflow-monitor.md."""
+    """Tells underflow from other zeros; see docs/callbacks/gradient-underflow-monitor.md."""
 
     baseline_samples: int
-    warn_excess: float  # of zeros above the usual, if it is rising
-    alarm_excess: float  # in any case
-    is_absolute: bool = False  # judges the first sample, or any two in a row, without a baseline
-    # Of each tensor: samples, largest share and its lowest at the start, newest four after it, and
-    # whether the last sample was an underflow by itself.
+    warn_excess: float  # share of zeros above the usual share, if rising
+    alarm_excess: float  # the same, whether rising or not
+    is_absolute: bool = False  # judge the first sample, or two consecutive, without a baseline
+    # Per tensor: number of samples, highest and lowest share in the first samples, the latest four
+    # shares, and whether the last sample was an underflow without a baseline.
     _usual: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
     def judge(
@@ -37,20 +37,24 @@ class UnderflowJudge(Learning):
         *,
         is_gone: bool = False,
     ) -> Verdict | None:
-        """Take a sample of a tensor in, and return what is wrong with it.
+        """Add a sample of a tensor and return a verdict.
 
-        `is_gone` where no gradient is left, though there is a loss; `is_rounding` where it is no
-        gradient at all, of which something could vanish.
+        Args:
+            name: Name of the tensor.
+            zero_share: Share of exact zeros.
+            subnormal_share: Share of subnormal values.
+            is_rounding: Whether the gradient is pure rounding error.
+            is_gone: Whether no gradient is left although there is a loss.
         """
         usual = self._usual.setdefault(
             name, {"samples": 0, "highest": 0.0, "lowest": 1.0, "newest": [], "was_cut": False}
         )
         usual["samples"] += 1
-        usual["gone"] = usual.get("gone", 0) + 1 if zero_share == 1 else 0  # samples in a row
+        usual["gone"] = usual.get("gone", 0) + 1 if zero_share == 1 else 0  # consecutive samples
         usual["all_gone"] = usual.get("all_gone", 0) + (zero_share == 1)
         was_cut = usual["was_cut"] or usual["samples"] == 1
-        # A format ends inside of the distribution: as many values are just above its end, and nine
-        # in ten of those that are not zero.
+        # The dtype cuts the distribution if there are as many subnormals as zeros, or if 90% of the
+        # nonzero values are subnormal.
         is_many = zero_share > self.alarm_excess and subnormal_share > 0
         is_cut = is_many and subnormal_share >= min(zero_share, 0.9 * (1 - zero_share))
         usual["was_cut"] = is_gone or (self.is_absolute and is_cut and not is_rounding)
@@ -60,7 +64,7 @@ class UnderflowJudge(Learning):
             limit, tags = self.alarm_excess, ("at once",)
             return Verdict("underflow", zero_share, limit, "error", name, tags, numbers=words)
         if usual["samples"] <= self.baseline_samples:
-            if zero_share == 1:  # an expert that this batch did not use says nothing
+            if zero_share == 1:  # for example an expert that this batch did not use
                 return None
             usual["highest"] = max(usual["highest"], zero_share)
             usual["lowest"] = min(usual["lowest"], zero_share)
@@ -68,12 +72,12 @@ class UnderflowJudge(Learning):
         newest = usual["newest"] = [*usual["newest"], zero_share][-4:]
         if len(newest) < 2:
             return None
-        steady = min(newest[-2:])  # one odd batch does not count
-        # As far above the highest as that was above the lowest is still usual.
+        steady = min(newest[-2:])  # ignores one odd batch
+        # The usual range extends above the highest share by the difference to the lowest.
         excess = steady - (2 * usual["highest"] - usual["lowest"])
-        # Zeros without subnormals are those of a dead unit, not of a format that ends.
-        # An expert that some batches do not use has none now and then: so long a run of samples
-        # without must be unlikely by how often there was a gradient before.
+        # Zeros without subnormals come from dead units, not from underflow. An expert may have no
+        # gradient in some batches, so a run of such samples must be unlikely given how often the
+        # expert had a gradient before.
         before = usual["samples"] - usual["gone"]
         unused = 1 - (before - usual["all_gone"] + usual["gone"]) / before if before else 1.0
         is_unlikely = max(unused, 1 / (before + 2)) ** usual["gone"] < _UNUSED
@@ -90,10 +94,10 @@ class UnderflowJudge(Learning):
 
 
 def origin_of(dead: Collection[str], names: Iterable[str]) -> str | None:
-    """Return the module whose units died, given the parameters whose gradients are zero.
+    """Return the module whose units died, given the parameters with zero gradients.
 
-    Modules before it get no gradient. Modules behind it see zeros, but their biases still learn. So
-    it is the last module of which no parameter has a gradient; `None` if there is none.
+    Modules before the dead units get no gradient, while biases of later modules still do. So the
+    result is the last module without any gradient, or `None`.
     """
     is_whole: dict[str, bool] = {}
     for name in names:
@@ -102,28 +106,28 @@ def origin_of(dead: Collection[str], names: Iterable[str]) -> str | None:
     return next((owner for owner in reversed(is_whole) if is_whole[owner]), None)
 
 
-_NEWEST, _LEAST = 16, 5  # samples that a line goes through
-# Slopes beyond 6 of their standard errors: at 3 degrees of freedom, the fewest, one in 200 lines
-# through noise that is normal, and with ten samples one in 6000.
+_NEWEST, _LEAST = 16, 5  # largest and smallest number of samples of a line
+# A slope is significant beyond 6 standard errors. Normal noise exceeds this in one of 200 lines
+# with 3 degrees of freedom, the minimum, and in one of 6000 with ten samples.
 _SIGNIFICANT = 6.0
 
 
 @dataclass(eq=False)
 class GrowthRule(Learning):
-    """Forecasts from the headroom of each tensor, in bits, the step at which it has none."""
+    """Forecasts the step of an overflow from the headroom in bits of each tensor."""
 
     _growth: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False)
 
     def add(self, name: str, step: int, bits: float) -> None:
-        """Take in a sample of a tensor: its headroom at a step, finite."""
+        """Add the finite headroom of a tensor at a step."""
         self._growth[name] = [*self._growth.get(name, []), (step, bits)][-_NEWEST:]
 
     def is_trend(self, name: str) -> bool:
-        """Return whether a tensor grows beyond noise."""
+        """Return whether the headroom has a significant trend."""
         return self._line(self._growth.get(name, [])) is not None
 
     def overflow_step(self, name: str, left: float = 0.0) -> int | None:
-        """Return the step at which `left` bits are left, `None` where no trend is significant."""
+        """Return the step at which `left` bits are left, `None` without a significant trend."""
         samples = [(step, bits - left) for step, bits in self._growth.get(name, [])]
         slope = self._line(samples)
         if slope is None:
@@ -132,7 +136,7 @@ class GrowthRule(Learning):
         return max(int(step - bits / slope), int(step))  # never in the past
 
     def _line(self, samples: list[tuple[int, float]]) -> float | None:
-        """Return the slope where headroom falls by more than noise."""
+        """Return the slope if it is significantly negative."""
         if len(samples) < _LEAST:
             return None
         steps, bits = zip(*samples, strict=True)

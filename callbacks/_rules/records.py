@@ -1,6 +1,6 @@
-"""What rules get, facts of a step, and give, verdicts; the alarms these become, and their history.
+"""Data classes of the rules: facts of a step, samples, verdicts, alarms, and their history.
 
-Imports neither torch nor Lightning.
+This module imports neither torch nor Lightning.
 """
 
 import copy
@@ -23,78 +23,78 @@ __all__ = [
 ]
 
 Severity = Literal["info", "warning", "error"]
-# Unbounded, a run of 1e6 steps would take 16 MB for each curve.
-_MAX_POINTS = 4096  # of a curve
-_MAX_COLUMNS = 256  # of a heat map
+# Without bounds, a run of 1e6 steps would take 16 MB per curve.
+_MAX_POINTS = 4096  # per curve
+_MAX_COLUMNS = 256  # per heat map
 _MAX_ALARMS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """One step of one optimizer. While it is under way, what is not known yet is `None`."""
+    """Facts of one optimizer step. Facts that are not known yet are `None`."""
 
-    step: int  # optimizer steps tried before, the axis of Lightning's loggers
-    global_step: int  # optimizer steps completed before
+    step: int  # number of optimizer steps attempted before, the axis of Lightning's loggers
+    global_step: int  # number of optimizer steps completed before
     epoch: int  # counted from 0
-    batch_idx: int  # the batch of the epoch; of several accumulated ones the last
-    # The one to look at: with the highest loss (NaN counts as highest) where ranks exchange them,
-    # with shards the one with the largest gradient; else this one.
+    batch_idx: int  # batch of the epoch; the last of accumulated batches
+    # If ranks exchange losses, the rank with the highest loss (NaN counts as highest); with shards,
+    # the rank with the largest gradient; otherwise this rank.
     rank: int
     optimizer: int = 0
     optimizer_name: str = ""
-    lr: float | None = None  # of its first group
+    lr: float | None = None  # of the first parameter group
     highest_lr: float | None = None  # of this optimizer so far
-    # Unscaled, the mean of micro-batches, and of ranks where they exchange it; in manual
-    # optimization the sum of what was backpropagated since the last step.
+    # Unscaled mean over micro-batches, and over ranks if they exchange losses. In manual
+    # optimization, the sum of all losses that were backpropagated since the last step.
     loss: float | None = None
-    gradient_norm: float | None = None  # of all its unscaled gradients, before clipping
-    largest_gradient: str | None = None  # the parameter with the largest gradient norm
+    gradient_norm: float | None = None  # of all unscaled gradients, before clipping
+    largest_gradient: str | None = None  # name of the parameter with the largest gradient norm
     largest_gradient_norm: float | None = None
-    loss_scale: float | None = None  # what the step was made with; `None` without one
-    next_loss_scale: float | None = None  # what the scaler made of it
-    skipped: bool | None = None  # by the loss scaler or the precision plugin
+    loss_scale: float | None = None  # scale of this step; `None` without a loss scale
+    next_loss_scale: float | None = None  # scale after the update
+    skipped: bool | None = None  # whether scaler or precision plugin skipped the step
 
     @property
     def whose(self) -> str:
-        """Which optimizer's loss it is, where there are several; else nothing."""
+        """Words that name the optimizer, if there are several optimizers."""
         return f" of optimizer {self.optimizer}" if self.optimizer else ""
 
     @property
     def is_rate_ending(self) -> bool:
-        """Whether a schedule has lowered the learning rate to less than a tenth."""
+        """Whether a schedule has lowered the learning rate below a tenth of its maximum."""
         lr, highest = self.lr, self.highest_lr
         return lr is not None and highest is not None and lr < 0.1 * highest
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a monitor has observed of a step, on the host."""
+    """The observation of a monitor in one step, on the host."""
 
     facts: StepFacts
-    array: Any = None  # of numpy; `None` where the monitor has observed nothing
-    context: Mapping[str, Any] = field(default_factory=dict)  # such as the names of rows
+    array: Any = None  # NumPy array; `None` if the monitor observed nothing
+    context: Mapping[str, Any] = field(default_factory=dict)  # for example the names of rows
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A rule that was broken, in numbers. `words_for` puts it into words."""
+    """The result of a rule in numbers; `words_for` chooses the sentences."""
 
-    kind: str  # the rule, in `snake_case`; the kind of the alarm
-    value: float | None = None  # what was measured
-    threshold: float | None = None  # what it was held against
+    kind: str  # kind of the alarm, in `snake_case`
+    value: float | None = None  # measured value
+    threshold: float | None = None  # limit of the value
     severity: Severity = "warning"
-    tensor: str | None = None  # the parameter or module
-    tags: tuple[str, ...] = ()  # what holds beside it, as the keys of sentences have it
-    also: tuple[str, ...] = ()  # sentences that the message goes on with
-    ways: tuple[str, ...] = ()  # sentences of remedies, in place of that of the kind
-    # What the sentences have further, by the names in them.
+    tensor: str | None = None  # name of the parameter or module
+    tags: tuple[str, ...] = ()  # conditions that select a sentence
+    also: tuple[str, ...] = ()  # keys of sentences that are appended to the message
+    ways: tuple[str, ...] = ()  # keys of remedies, instead of the remedy of the kind
+    # Further fields of the sentences, by name.
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    words: tuple[str, str] | None = None  # message and remedy, of monitors of one's own
-    rank: int | None = None  # whose data it comes from, where that is not the rank of the step
+    words: tuple[str, str] | None = None  # message and remedy of a user's monitor
+    rank: int | None = None  # rank of the data, if it differs from the rank of the step
 
 
 def first_of_each_kind(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Return the first verdict of each kind, which counts the others: mostly they follow."""
+    """Return the first verdict of each kind with the number of verdicts of that kind."""
     groups: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         groups.setdefault(verdict.kind, []).append(verdict)
@@ -105,19 +105,19 @@ def first_of_each_kind(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 class Learning:
-    """Keeps the attributes that `learnt` names in checkpoints, without their underscore."""
+    """Saves the attributes named by `learnt` in checkpoints, without a leading underscore."""
 
     def learnt(self) -> Iterable[str]:
-        """Return the names of attributes; of a dataclass, its fields that are no arguments."""
+        """Return names of attributes; for a dataclass, of fields that are not arguments."""
         return [each.name for each in fields(self) if not each.init]  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         values = {name.removeprefix("_"): getattr(self, name) for name in self.learnt()}
-        # Lists for deques: `torch.load(weights_only=True)` takes plain types only.
+        # Deques become lists, because `torch.load(weights_only=True)` allows only plain types.
         return {k: list(v) if isinstance(v, deque) else copy.deepcopy(v) for k, v in values.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what another one has learnt; what is not there stays as it is."""
+        """Load a state; attributes that the state lacks keep their value."""
         for name in self.learnt():
             own = getattr(self, name)
             value = copy.deepcopy(state_dict.get(name.removeprefix("_"), own))
@@ -126,23 +126,23 @@ class Learning:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """One thing that went wrong, or is about to.
+    """An alarm of a monitor.
 
     Args:
-        step: The training step that it happened in: optimizer steps tried before, counted from 0,
-            which is the axis of Lightning's loggers.
-        monitor: The class of the callback that saw it.
-        kind: What it is, in `snake_case`; one for each rule.
-        severity: `"warning"`, `"error"`, or `"info"` for what was done about it.
-        message: Where it was, one sentence with tensor, number and threshold, and the remedy.
-        remedy: The last part of `message`: what to set.
-        tensor: The dotted name of the parameter or module, if there is one.
-        value: What was measured.
-        threshold: What it was held against.
-        epoch: Counted from 0; `None` where it is not known.
-        batch_idx: The batch of that epoch, of several accumulated ones the last.
-        rank: The rank to look at for the data.
-        batch_path: The file that the batch was saved in, if it was.
+        step: Training step of the alarm: the number of optimizer steps attempted before, which is
+            the axis of Lightning's loggers.
+        monitor: Class name of the monitor.
+        kind: Kind of the alarm, in `snake_case`.
+        severity: `"warning"`, `"error"`, or `"info"` for a note.
+        message: Place, a sentence with tensor, value and threshold, and the remedy.
+        remedy: The remedy, which is also the last part of `message`.
+        tensor: Dotted name of the parameter or module, if there is one.
+        value: Measured value.
+        threshold: Limit of the value.
+        epoch: Epoch, counted from 0; `None` if unknown.
+        batch_idx: Batch of the epoch; the last of accumulated batches.
+        rank: Rank of the data that caused the alarm.
+        batch_path: File in which the batch was saved, if any.
     """
 
     step: int
@@ -161,7 +161,7 @@ class Alarm:
 
     @property
     def place(self) -> str:
-        """Where it happened, as `message` begins."""
+        """Step, epoch, batch and rank, with which `message` begins."""
         parts = {"epoch": self.epoch, "batch": self.batch_idx, "rank": self.rank}
         known = "".join(f", {k} {v}" for k, v in parts.items() if v is not None)
         return f"Step {self.step}{known}"
@@ -169,18 +169,18 @@ class Alarm:
 
 @dataclass
 class History:
-    """Alarms, curves and heat maps, thinned as they grow: old and new steps stay, evenly spaced."""
+    """Alarms, curves and heat maps, thinned evenly over all steps as they grow."""
 
-    alarms: list[Alarm] = field(default_factory=list)  # in the order in which they were raised
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # by step
-    # {"names": rows, "columns": pairs of step and values by row}; NaN is no value.
+    alarms: list[Alarm] = field(default_factory=list)  # in the order of time
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # (step, value)
+    # {"names": rows, "columns": pairs of step and values by row}; NaN means no value.
     maps: dict[str, dict[str, Any]] = field(default_factory=dict)
     _strides: dict[str, int] = field(default_factory=dict)
     _seen: dict[str, int] = field(default_factory=dict)
     _newest: dict[str, int] = field(default_factory=dict)
 
     def add_alarm(self, alarm: Alarm) -> None:
-        """Remember an alarm; the first and the newest of more than 2000 stay."""
+        """Add an alarm; beyond 2000 alarms, those in the middle are dropped."""
         self.alarms.append(alarm)
         if len(self.alarms) > _MAX_ALARMS:
             del self.alarms[_MAX_ALARMS // 2]
@@ -189,17 +189,17 @@ class History:
         points = self.curves.setdefault(name, [])
         if self._is_due("curve " + name):
             points.append((step, float(value)))
-            # Every second one goes, and from now on only every second one comes.
+            # Drop every second point, and from now on record only every second point.
             if len(points) >= _MAX_POINTS:
                 del points[1::2]
                 self._strides["curve " + name] *= 2
 
     def add_column(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Add one step, or to that step, of a heat map; tensors that are new to it get a row."""
+        """Add values of a step to a heat map; new tensors get a new row."""
         heat = self.maps.setdefault(name, {"names": [], "columns": []})
         names: list[str] = heat["names"]
         columns: list[tuple[int, list[float]]] = heat["columns"]
-        is_other_part = self._newest.get(name) == step  # as of a second optimizer
+        is_other_part = self._newest.get(name) == step  # for example of a second optimizer
         self._newest[name] = step
         if is_other_part and not (columns and columns[-1][0] == step):
             return  # the step was left out
@@ -216,7 +216,7 @@ class History:
             self._strides["map " + name] *= 2
 
     def forget_from(self, step: int) -> None:
-        """Drop what was recorded from a step on, which a run that goes on there records anew."""
+        """Drop everything from a step on, because a resumed run records these steps again."""
         for points in self.curves.values():
             points[:] = [point for point in points if point[0] < step]
         for heat in self.maps.values():

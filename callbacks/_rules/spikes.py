@@ -1,4 +1,4 @@
-"""Tells spikes of loss and gradient norm from noise, on their device; and says what was seen.
+"""Detects spikes of loss and gradient norm on the device, and describes them as verdicts.
 
 Legend: K signals, N places in the window.
 """
@@ -16,30 +16,31 @@ __all__ = ["RobustWindow", "GuardContext", "SignalVerdict", "describe", "is_slig
 
 # The standard deviation of a normal distribution is 1.4826 times its median absolute deviation.
 _SIGMA_PER_MAD = 1.4826
-_REACH = 2.0  # how far above the median a spike is, in distances of the highest healthy value
-_MAX_Z = 1e4  # so that a plot of z keeps its scale
-_SLIGHT = 0.1  # of what was gained since the highest level
+_REACH = 2.0  # least height of a spike in units of (highest healthy value - median)
+_MAX_Z = 1e4  # keeps plots of z readable
+_SLIGHT = 0.1  # share of the improvement since the highest level
 
 
 class SignalVerdict(NamedTuple):
-    """What a window says: of several signals in tensors on their device, of one in numbers."""
+    """Result of a window: tensors over all signals on the device, or numbers of one signal."""
 
-    value: Any  # what was measured
-    median: Any  # of the window; NaN while it is empty
-    limit: Any  # above it, a value is a spike
+    value: Any  # measured value
+    median: Any  # of the window; NaN if the window is empty
+    limit: Any  # values above are spikes
     highest: Any  # the highest value in the window
-    z: Any  # robust deviations above the median; NaN where the window holds too little to say
-    is_spike: Any  # whether it is refused
-    is_finite: Any  # whether it is a number
-    is_new_level: Any  # whether it is the last of so many spikes that the window starts anew
+    z: Any  # robust deviations above the median; NaN if the window has too few values
+    is_spike: Any
+    is_finite: Any
+    is_new_level: Any  # whether `patience` spikes are reached, so that the window starts again
 
 
 class RobustWindow:
-    """Tells spikes from noise, one-sided, by median and MAD of the last healthy values.
+    """Detects spikes by a one-sided score from median and MAD of the last healthy values.
 
-    z = (log x - median(log w)) / max(1.4826 MAD(log w), reach, floor) > z_threshold, where the
-    reach is 2 / z_threshold times the distance from the median to the highest value. `floors` are
-    relative. No host sync. Why so: docs/callbacks/spike-guard.md.
+    A value x is a spike if
+    z = (log x - median(log w)) / max(1.4826 MAD(log w), reach, floor) > z_threshold, where reach is
+    2 / z_threshold times the distance from the median to the highest value. `floors` are relative.
+    There is no host sync. docs/callbacks/spike-guard.md explains the score.
     """
 
     def __init__(
@@ -55,16 +56,16 @@ class RobustWindow:
         self.z_threshold = z_threshold
         self.patience = patience
         self._floors_k = torch.tensor(floors)
-        self._values_kn = torch.full((len(floors), size), torch.nan)  # the newest last
-        self._streak_k = torch.zeros(len(floors), dtype=torch.long)  # spikes in a row
-        self.highest_k = torch.full((len(floors),), -torch.inf)  # of all medians so far
+        self._values_kn = torch.full((len(floors), size), torch.nan)  # latest value last
+        self._streak_k = torch.zeros(len(floors), dtype=torch.long)  # consecutive spikes
+        self.highest_k = torch.full((len(floors),), -torch.inf)  # the highest median so far
 
     def judge(self, values_k: Tensor, judged_k: Tensor, spread: float = 1.0) -> SignalVerdict:
-        """Judge the signals of a step, fp32, and take in what is healthy, as what is not judged."""
+        """Judge the fp32 signals of a step, and add healthy values to the window."""
         if self._values_kn.device != values_k.device:
             for name in ("_floors_k", "_values_kn", "_streak_k", "highest_k"):
                 setattr(self, name, getattr(self, name).to(values_k.device))
-        # Exactly 0 is no measurement: no sample of the batch violates its margin.
+        # A value of exactly 0 is not judged: no sample of the batch violates its margin.
         judged_k = judged_k & (values_k != 0)
         verdict = self._look(values_k, judged_k, spread)
         is_spike_k, is_new_k = verdict.is_spike, verdict.is_new_level
@@ -76,12 +77,12 @@ class RobustWindow:
         return verdict
 
     def _look(self, values_k: Tensor, judged_k: Tensor, spread: float) -> SignalVerdict:
-        # Sorted, as `nanmedian` refuses to run on CUDA under deterministic algorithms.
-        sorted_kn = self._values_kn.sort(dim=1).values  # NaN, which is no value, comes last
+        # `nanmedian` raises on CUDA with deterministic algorithms, so sort.
+        sorted_kn = self._values_kn.sort(dim=1).values  # NaN (no value) is sorted last
         count_k = self._values_kn.isfinite().sum(dim=1)
         last_k1 = (count_k - 1).clamp(min=0)[:, None]
-        # In logarithms noise in proportion to the level is the same early and late. A loss that
-        # may be negative is judged as it is.
+        # In logarithms, noise proportional to the level has the same size throughout training. A
+        # loss that may be negative is judged without logarithm.
         is_positive_k = sorted_kn[:, 0] > 0
         to_log_kn = torch.where(is_positive_k[:, None], sorted_kn.log(), sorted_kn)
         center_k1 = to_log_kn.gather(1, last_k1 // 2)
@@ -92,10 +93,10 @@ class RobustWindow:
         reach_k1 = _REACH * (highest_k1 - center_k1) / self.z_threshold
         sigma_k1 = torch.maximum(_SIGMA_PER_MAD * mad_k1, torch.maximum(floor_k1, reach_k1))
         sigma_k1 = sigma_k1 * spread
-        # The log of a value that is not positive is -inf or NaN, and such a value is no spike.
+        # The log of a nonpositive value is -inf or NaN; such a value is not a spike.
         x_k = torch.where(is_positive_k, values_k.log().nan_to_num(nan=-torch.inf), values_k)
         center_k, sigma_k = center_k1[:, 0], sigma_k1[:, 0]
-        # A loss that is mostly zero (a hinge) has no deviation to measure by.
+        # A loss that is mostly zero, such as a hinge loss, has no usable deviation.
         is_spread_k = is_positive_k | (mad_k1[:, 0] > 0)
         is_known_k = (count_k >= self.min_values) & is_spread_k & judged_k
         z_k = ((x_k - center_k) / sigma_k).clamp(-_MAX_Z, _MAX_Z)
@@ -121,7 +122,7 @@ class RobustWindow:
         return {name: tensor.cpu() for name, tensor in known.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with another window; one of another size is left alone, and fills anew."""
+        """Load the window of a checkpoint; a window of another size is ignored."""
         device = self._values_kn.device
         state = {name: tensor.to(device, copy=True) for name, tensor in state_dict.items()}
         if state["values"].shape == self._values_kn.shape:
@@ -131,8 +132,8 @@ class RobustWindow:
 
 
 def is_slight(verdict: SignalVerdict, highest: Tensor) -> Tensor:
-    """Return whether a loss spike is of no account, as of an odd sample at a loss close to 0."""
-    # There one odd sample of 32 is 30 times the median, and leaves the gradient norm usual.
+    """Return whether a loss spike is negligible, such as one odd sample at a loss near 0."""
+    # One odd sample of 32 can then be 30 times the median, with a normal gradient norm.
     median = verdict.median[0]
     is_usual: Tensor = ~verdict.is_spike[1] & verdict.is_finite[1]
     is_small: Tensor = verdict.value[0] - median < _SLIGHT * (highest - median)
@@ -141,19 +142,19 @@ def is_slight(verdict: SignalVerdict, highest: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardContext:
-    """A step, and what the guard knows beside it."""
+    """Facts of a step and settings of the guard."""
 
     facts: StepFacts
-    first_lr: float | None  # some steps before
-    clip_val: float | None  # of gradients, as the Trainer has it
-    action: str  # of the guard
-    is_spent: bool  # whether there are no rewinds left
+    first_lr: float | None  # learning rate some steps before
+    clip_val: float | None  # `gradient_clip_val` of the Trainer
+    action: str
+    is_spent: bool  # whether all rewinds are used
     window_steps: int
     z_threshold: float
 
 
 def describe(scene: GuardContext, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
-    """Return what to say of a step at which something was not finite, or a spike."""
+    """Return the verdict of a step with a non-finite value or a spike."""
     facts, lr = scene.facts, scene.facts.lr
     is_scaled, lowers = facts.loss_scale is not None, bool(lr) and not facts.is_rate_ending
     done = "rewinds spent" if scene.action == "rewind" and scene.is_spent else scene.action
@@ -170,7 +171,7 @@ def describe(scene: GuardContext, loss: SignalVerdict, norm: SignalVerdict) -> V
             "non_finite_loss", loss.value, None, "error", name, tags, also, ("locate", *again),
             numbers,
         )  # fmt: skip
-    # Under a loss scale a loss spike overflows the gradients: the loss is the news.
+    # With a loss scale, a loss spike also overflows the gradients; report the loss.
     if not norm.is_finite and not (loss.is_spike and is_scaled):
         severity: Severity = "info" if is_scaled else "error"
         also, ways = (("scaler skips",), ("rare",)) if is_scaled else (also, ("locate", *again))
@@ -187,7 +188,7 @@ def describe(scene: GuardContext, loss: SignalVerdict, norm: SignalVerdict) -> V
     if loss.is_spike:
         both = "norm too" if norm.is_spike else "usual norm" if norm.is_finite else "overflow too"
         also = (both, *also)
-    # What clipping took care of is a note.
+    # A spike that clipping has limited is a note.
     elif scene.action == "warn" and scene.clip_val and norm.limit >= scene.clip_val:
         severity, also, ways = "info", ("clipped",), ("nothing",)
         numbers["clip"] = scene.clip_val
@@ -197,17 +198,17 @@ def describe(scene: GuardContext, loss: SignalVerdict, norm: SignalVerdict) -> V
 def _ways(
     scene: GuardContext, worse: SignalVerdict, norm: SignalVerdict, numbers: dict[str, Any]
 ) -> list[str]:
-    """Return what to set; each value leaves the healthy steps of the window as they are."""
+    """Return keys of remedies, with values that do not affect the healthy steps of the window."""
     ways, lr, step = [], scene.facts.lr, scene.facts.step
     if norm.is_spike and (not scene.clip_val or scene.clip_val > norm.highest):
         ways.append("clip")
     is_adam = "Adam" in scene.facts.optimizer_name and scene.facts.optimizer_name != "SafeAdamW"
     if norm.is_spike and is_adam:
         ways.append("safe adam")
-    # A rate that has risen within the window is a warm-up.
+    # A learning rate that has risen within the window is a warm-up.
     if lr and scene.first_lr is not None and lr > 1.01 * scene.first_lr:
         ways.append("warm up")
-    # As much lower as the value is above what is still fine, within reason.
+    # Lower the rate by the factor by which the value exceeds the limit, from 2 to 10.
     factor = min(max(worse.value / worse.limit, 2.0), 10.0) if worse.limit > 0 else 2.0
     numbers |= {"clip_val": norm.highest, "step": step, "longer": 2 * step}
     numbers["fitting_rate"] = (lr or 0) / factor
