@@ -1,4 +1,4 @@
-"""Which torch ops run in half and which in fp32: a value, and the context that puts it to work."""
+"""`OpPolicy`: which torch ops run in half precision and which in fp32, and its context."""
 
 import textwrap
 import types
@@ -40,40 +40,39 @@ OPS = Check(take=_canonical_names, words="a list of names of torch functions, su
 
 
 def check_ops(owner: object, fp32_ops: Sequence[str], half_ops: Sequence[str]) -> None:
-    """Refuse an op that is to run in both."""
+    """Raise if an op is in both lists."""
     both = [op for op in fp32_ops if op in half_ops]
     if both:
-        reason = f"An op runs in one of them. Take {both} out of one."
+        reason = f"An op can be in one list only. Remove {both} from one of them."
         refuse_values(owner, reason, fp32_ops=fp32_ops, half_ops=half_ops)
 
 
 @explains_arguments(checks={"fp32_ops half_ops": OPS})
 @dataclass(frozen=True, kw_only=True)
 class OpPolicy:
-    """Decides which ops run in half and which in fp32, the same way on every device.
+    """The rule which ops run in half precision and which in fp32, the same on every device.
 
-    The lists are those of CUDA's autocast. On the CPU plain autocast leaves softmax, sums and norms
-    in fp16, where the sum of 100,000 ones is infinite. What autocast does not cast, the context
-    made here does, in a `torch.overrides.TorchFunctionMode`.
+    The lists are those of CUDA's autocast. On the CPU, autocast leaves softmax, sums and norms in
+    fp16, where the sum of 100,000 ones is inf. `context` casts what autocast does not, in a
+    `torch.overrides.TorchFunctionMode`.
 
     Classes of ops (arXiv:1710.03740): *half* (matrix products, convolutions, attention, recurrent
-    cells), *fp32* (losses, exp, log, pow and the like, reductions, distances), *norm* (computed in
-    fp32, see `norm_output`), *promote* (several inputs, cast to the widest). All other ops are
-    *given* what they get: binary operators and `cat` promote by themselves, `batch_norm`, `mean`
-    and `var` add in fp32 inside their kernels. An fp32 op leaves its output in fp32. float64
-    is never touched, nor is a call that works in place, has `out=`, or names a `dtype`.
+    cells), *fp32* (losses, exp, log, pow, reductions, distances), *norm* (computed in fp32, see
+    `norm_output`), *promote* (several inputs, cast to the widest dtype). All other ops are *given*:
+    they run in the dtype of their inputs, as `add`, `cat` and `mean` do. fp32 ops return fp32.
+    float64 tensors, in-place calls, and calls with `out=` or a `dtype` are not changed.
 
     Args:
-        fp32_ops: Ops to run in fp32, whatever class they are of, under any of their names:
-            "gelu", "torch.Tensor.exp", "torch.linalg.norm", "aten::bmm". One name covers function,
-            tensor method, operator and `nn.functional`.
-        half_ops: Ops to run in half, in the same way.
-        norm_output: What dtype `layer_norm`, `rms_norm` and `group_norm` return. "input": that of
-            their input, so that a residual stream in half stays in half. "fp32": as CUDA's autocast
-            does; without moved ops, CUDA then runs with plain autocast and no function mode.
+        fp32_ops: Ops to run in fp32, by any of their names: "gelu", "torch.Tensor.exp",
+            "torch.linalg.norm", "aten::bmm". A name covers the function, the tensor method, the
+            operator and the function of `nn.functional`.
+        half_ops: Ops to run in half precision.
+        norm_output: Dtype that `layer_norm`, `rms_norm` and `group_norm` return. "input" keeps a
+            half-precision residual stream in half. "fp32" is what CUDA's autocast does; without
+            moved ops, CUDA then needs no function mode.
 
     Raises:
-        ValueError: torch has no such op, or one op is to run in both.
+        ValueError: torch has no such op, or an op is in both lists.
 
     References:
         Mixed Precision Training, arXiv:1710.03740; pytorch#117832 (editable op lists).
@@ -87,10 +86,10 @@ class OpPolicy:
         check_ops(self, self.fp32_ops, self.half_ops)
 
     def class_of(self, op: str) -> OpClass:
-        """Return the class of an op under this policy, whatever the device.
+        """Return the class of an op under this policy.
 
         Args:
-            op: Any of its names, also an internal one such as "aten::_log_softmax".
+            op: Any name of the op, also an internal name such as "aten::_log_softmax".
         """
         name = canonical_name(op)
         if name in self.fp32_ops:
@@ -98,10 +97,10 @@ class OpPolicy:
         return "half" if name in self.half_ops else CLASS_OF.get(name, "given")
 
     def describe(self) -> str:
-        """Return a table of what runs in which dtype, and why."""
+        """Return a table of the ops of each class, with the reasons."""
         norm = "its input" if self.norm_output == "input" else "fp32"
         headlines: dict[OpClass, str] = {
-            "half": "HALF: inputs are cast to half, products are added up in fp32",
+            "half": "HALF: inputs are cast to half, products are accumulated in fp32",
             "fp32": "FP32: inputs are cast to fp32, the output stays fp32",
             "norm": f"NORM: computed in fp32, the output has the dtype of {norm}",
             "promote": "PROMOTE: inputs are cast to the widest of them",
@@ -121,34 +120,30 @@ class OpPolicy:
 
     @contextmanager
     def context(self, device_type: str, half_dtype: torch.dtype) -> Iterator[None]:
-        """Run a forward under this policy; of nested contexts the innermost counts.
+        """Run a forward under this policy; the innermost of nested contexts applies.
 
-        A region inside that turns autocast off (`torch.autocast(..., enabled=False)`) turns the
-        policy off with it.
+        A region with `torch.autocast(..., enabled=False)` disables the policy, too.
 
         Args:
-            device_type: Where the tensors are, such as "cuda" or "cpu". Others are left alone.
+            device_type: Device type of the tensors, such as "cuda" or "cpu".
             half_dtype: `torch.float16` or `torch.bfloat16`.
         """
         if half_dtype not in HALF_DTYPES:
             raise ValueError(
                 f"Passed `half_dtype={half_dtype!r}`. It must be torch.float16 or torch.bfloat16. "
-                "For fp32, use no context."
+                "Use no context for fp32."
             )
-        # No cache: it would hand out weights of before a step that is taken inside, as of a GAN.
+        # Not cached: a step taken inside the context (GANs) would leave stale weights in the cache.
         autocast = torch.autocast(device_type, dtype=half_dtype, cache_enabled=False)
         with autocast, self.recompute_context(device_type):
             yield
 
     @contextmanager
     def recompute_context(self, device_type: str) -> Iterator[None]:
-        """Police only what runs under autocast: for a backward that runs forwards again.
+        """Apply the policy only under autocast, for a backward that recomputes forwards.
 
-        Activation checkpointing restores autocast for the forward that it repeats, but no function
-        mode: without this context the ops would have other dtypes, and torch raises an error.
-
-        Args:
-            device_type: As for `context`.
+        Activation checkpointing restores autocast but no function mode. Without this context, ops
+        of the second forward would have other dtypes, and torch raises an error.
         """
         rules = _rules(self, device_type)
         active = [
@@ -156,10 +151,10 @@ class OpPolicy:
             for mode in torch.overrides._get_current_function_mode_stack()
             if isinstance(mode, _PolicyMode) and mode.device_type == device_type and not mode.muted
         ]
-        if active and active[-1].rules is rules:  # a mode more would cost time and do nothing
+        if active and active[-1].rules is rules:  # a second mode would have no effect
             yield
             return
-        # They see the calls of an inner mode as well, and would cast once more.
+        # Outer modes also see the calls of an inner mode, and would cast again.
         for mode in active:
             mode.muted = True
         if rules:
@@ -173,7 +168,7 @@ class OpPolicy:
 
 
 class _Rule(NamedTuple):
-    """What to do when a function is called."""
+    """The action for calls of a function."""
 
     action: Literal["half", "fp32", "norm", "promote", "open", "method"]
     inplace_at: int = -1
@@ -182,10 +177,9 @@ class _Rule(NamedTuple):
 
 
 class _PolicyMode(TorchFunctionMode):
-    """Casts the inputs of the functions that have a rule, where autocast is on."""
+    """Casts the inputs of functions that have a rule, where autocast is enabled."""
 
-    # Dynamo traces this class as well, so it keeps to what Dynamo understands. It guards on the
-    # attributes: another policy compiles again.
+    # Dynamo traces this class and guards on its attributes: another policy recompiles.
 
     def __init__(self, device_type: str, rules: dict[str, _Rule]) -> None:
         super().__init__()
@@ -201,7 +195,7 @@ class _PolicyMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        # By name, as Dynamo does not find methods written in Python among the keys of a dict.
+        # By name, because Dynamo does not find Python methods among the keys of a dict.
         rule = self.rules.get(getattr(func, "__name__", ""))
         if rule is None:
             return func(*args, **kwargs)
@@ -209,10 +203,10 @@ class _PolicyMode(TorchFunctionMode):
             return args[0].unflatten(*args[1:], **kwargs)
         if rule.opened is not None:
             opened = rule.opened.get(func)
-            # Another kind of tensor may have an answer for the composite as a whole.
+            # A tensor subclass may override the composite.
             if opened is None or any(kind not in (Tensor, nn.Parameter) for kind in types):
                 return func(*args, **kwargs)
-            # torch turns a mode off while it answers: the ops inside must meet it again.
+            # torch disables a mode while it handles a call; the ops inside need it again.
             with self:
                 return opened(*args, **kwargs)
         return self._cast_and_call(rule, func, args, kwargs)
@@ -235,19 +229,19 @@ class _PolicyMode(TorchFunctionMode):
             args, kwargs = ((cast, *args[1:]), kwargs) if args else ((), {**kwargs, "input": cast})
         elif dtype is not None:
             args, kwargs = cast_castable((args, kwargs), dtype, self._is_castable)
-        # Autocast has its own opinion of some of these functions, and would cast them back.
+        # Autocast would cast the inputs of some of these functions back.
         output = _call_without_autocast(self.device_type, func, args, kwargs)
         if rule.action == "norm" and isinstance(first, Tensor) and self._is_castable(first):
             return output.to(first.dtype)
         return output
 
     def call_norm(self, norm: nn.Module, value: Tensor) -> Any:
-        """Call a norm of torch as its rule says, without asking this mode about each op inside."""
+        """Call a norm of torch by its rule, outside this mode."""
         rule = self.rules.get(_NORMS[type(norm)])
         with torch._C.DisableTorchFunction():
             is_on = torch.is_autocast_enabled(self.device_type) and not self.muted
             if rule is not None and rule.action == "norm" and is_on and self._is_castable(value):
-                # Autocast, too, computes a norm of fp32 values in fp32.
+                # Autocast needs no exception: it computes norms of fp32 inputs in fp32.
                 output: Tensor = type(norm).forward(norm, value.float())
                 return output.to(value.dtype)
         return type(norm).forward(norm, value)
@@ -257,11 +251,11 @@ class _PolicyMode(TorchFunctionMode):
 
 
 class MixedInputs(_PolicyMode):
-    """Gives one dtype to the inputs of functions that take no mixture of fp32 and half.
+    """Casts mixed fp32 and half inputs of a function to one dtype.
 
-    Buffers stay in fp32, what is added to an fp32 table is fp32 too, and a product with half
-    weights refuses that. Here the inputs of products, attention, recurrent cells and norms become
-    half, and those of the functions that autocast promotes, such as `grid_sample`, become fp32.
+    Buffers stay in fp32, and a sum with an fp32 buffer is fp32, which a product with half weights
+    does not accept. Inputs of products, attention, recurrent cells and norms become half; inputs of
+    functions that autocast promotes, such as `grid_sample`, become fp32.
     """
 
     def __init__(self, half: torch.dtype) -> None:
@@ -283,7 +277,7 @@ class MixedInputs(_PolicyMode):
 
 @lru_cache(maxsize=1)
 def _rules_of_mixed_inputs() -> dict[str, _Rule]:
-    # What torch's own transformers call in evaluation.
+    # Called by torch's transformers in evaluation.
     kernels = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
     rules = _rules_of_composites() | dict.fromkeys(kernels, _Rule("half"))
     for group in GROUPS:
@@ -304,10 +298,10 @@ _NORMS = {nn.LayerNorm: "layer_norm", nn.GroupNorm: "group_norm", nn.RMSNorm: "r
 def serve_norms(modules: Iterable[nn.Module], undo: ExitStack) -> None:
     """Let torch's norms with fp32 weights apply the policy in their own forward, until `undo`.
 
-    A call of `layer_norm` that goes through a function mode takes the host five times as long.
+    A call of `layer_norm` through a function mode takes the host five times as long.
     """
 
-    def forward(module: nn.Module, input: Tensor) -> Any:  # pickle finds it by this name
+    def forward(module: nn.Module, input: Tensor) -> Any:  # pickle looks up this name
         if not torch.compiler.is_compiling():
             mode = torch.overrides._get_current_function_mode()
             if isinstance(mode, _PolicyMode):
@@ -315,14 +309,14 @@ def serve_norms(modules: Iterable[nn.Module], undo: ExitStack) -> None:
         return type(module).forward(module, input)
 
     for module in modules:
-        # The mode casts the weights of a frozen norm in half; its kernel takes no mixture.
+        # Only the mode casts the weights of a frozen half-precision norm.
         is_fp32 = all(p.dtype == torch.float32 for p in module.parameters(recurse=False))
         if type(module) in _NORMS and is_fp32 and "forward" not in module.__dict__:
             replace_forward(module, forward, undo)
 
 
 def _is_explicit(rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call says itself what dtype it wants, or where to write."""
+    """Return whether a call names a dtype or a tensor to write to."""
     if kwargs.get("out") is not None or kwargs.get("inplace"):
         return True
     if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
@@ -333,10 +327,10 @@ def _is_explicit(rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _call_without_autocast(
     device_type: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if torch.compiler.is_compiling():  # Dynamo knows the context manager only
+    if torch.compiler.is_compiling():  # Dynamo supports only the context manager
         with torch.autocast(device_type, enabled=False):
             return func(*args, **kwargs)
-    # Not the context manager: it costs more than most ops.
+    # The context manager takes longer than most ops.
     torch.set_autocast_enabled(device_type, False)
     try:
         return func(*args, **kwargs)
@@ -346,9 +340,8 @@ def _call_without_autocast(
 
 @lru_cache(maxsize=64)
 def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
-    """Return what a mode must do where autocast does not follow the policy, by functions' names."""
-    # No two ops share a `__name__`. Cached, as nested contexts and Dynamo's guards rely on one
-    # object for equal arguments.
+    """Return the rules by function name, for ops that autocast treats differently."""
+    # No two ops share a `__name__`. Nested contexts and Dynamo's guards compare by identity.
     moved = {*policy.fp32_ops, *policy.half_ops}
     stored_as_input = policy.norm_output == "input"
     actions: dict[str, OpClass] = {op: policy.class_of(op) for op in moved}
@@ -356,14 +349,14 @@ def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
         for op in group.ops:
             if op in moved:
                 continue
-            # What autocast does by itself costs nothing; on CUDA there may be no mode at all.
+            # Without rules, no mode is needed.
             if not autocast_agrees(device_type, op):
                 actions[op] = group.op_class
             elif group.op_class == "norm" and stored_as_input:
                 actions[op] = "norm"
     if not actions:
         return {}
-    # Dynamo cannot trace this method as a function, for its `super()`, but knows it as a method.
+    # Dynamo traces `unflatten` as a method, but not as a function, because of its `super()`.
     rules = {"unflatten": _Rule("method"), **_rules_of_composites()}
     for op, op_class in actions.items():
         action = "fp32" if op_class == "norm" and not stored_as_input else op_class
@@ -377,7 +370,7 @@ def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
 
 
 def _inplace_at(func: Callable[..., Any]) -> int:
-    """Return the position of the parameter `inplace`; -1 if there is none."""
+    """Return the position of the parameter `inplace`, or -1."""
     if not isinstance(func, types.FunctionType):
         return -1
     names = func.__code__.co_varnames[: func.__code__.co_argcount]

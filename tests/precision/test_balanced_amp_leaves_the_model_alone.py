@@ -284,4 +284,4 @@ def test_products_of_halves_are_added_up_in_fp32_while_training() -> None:
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
     )
-    assert "products are added up in fp32" in plugin.policy.describe()
+    assert "products are accumulated in fp32" in plugin.policy.describe()

@@ -75,7 +75,7 @@ def test_a_teacher_that_is_written_through_state_dict_follows_as_in_fp32(half: A
 
 
 def test_a_write_into_half_weights_is_warned_of_once_by_name() -> None:
-    with pytest.warns(UserWarning, match=r"wrote into 'teacher\.0\.weight'.*exposed") as found:
+    with pytest.warns(UserWarning, match=r"wrote to 'teacher\.0\.weight'.*exposed") as found:
         fit(Taught("parameters"), PureFP16(), loader(4))
     assert sum("exposed" in str(each.message) for each in found) == 1
 
@@ -206,7 +206,7 @@ def test_schedule_free_optimizers_run_on_fp32_weights_and_are_refused_on_half_on
     plain, model = Switches(make_optimizer=Averaging), Switches(make_optimizer=Averaging)
     start, plugin = parameters_of(plain), make_plugin()
     if isinstance(plugin, PureFP16):
-        with pytest.raises(MisconfigurationException, match=r"`train\(\)` and `eval\(\)` move"):
+        with pytest.raises(MisconfigurationException, match=r"`train\(\)` and `eval\(\)` write"):
             fit(model, plugin, loader(10))
         return
     fit(plain, None, loader(10))

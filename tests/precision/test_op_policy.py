@@ -393,7 +393,7 @@ def test_describe_lists_every_op_once_with_its_reason() -> None:
         ({"half_ops": (torch.softmax,)}, "half_ops=.<built-in.*such as 'softmax'"),
         (
             {"fp32_ops": ("exp",), "half_ops": ("torch.exp",)},
-            r"fp32_ops=\('exp',\), half_ops=\('exp',\).*Take \['exp'\] out of one",
+            r"fp32_ops=\('exp',\), half_ops=\('exp',\).*Remove \['exp'\] from one",
         ),
         ({"norm_output": "half"}, "norm_output='half'.*must be one of 'input', 'fp32'"),
     ],

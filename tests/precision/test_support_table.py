@@ -54,7 +54,7 @@ def test_a_training_runs_as_in_fp32_or_is_refused_as_the_table_says(row: str, co
     if TABLE[row, column] == "refused":
         with pytest.raises((MisconfigurationException, RuntimeError)) as error:
             fit(model, plugin, data())
-        ours = ("`BalancedAMP", "`PureFP16", "was replaced while training")
+        ours = ("`BalancedAMP", "`PureFP16", "was replaced during training")
         assert any(words in str(error.value) for words in ours)
         return
     if row == "TorchScript":  # whose backwards keep the dtype that a process has met first

@@ -1,9 +1,8 @@
-"""Half weights with what rounding takes from them, and their fp32 values for whoever steps them.
+"""Half weights with residuals, and the fp32 stand-ins that optimizers step.
 
-The model and, at rest, the optimizer hold half weights: everything that looks at parameter groups
-or at the model's parameters, such as freezing, toggling or DDP, meets the parameters that it knows.
-`SafeAdamW` steps weight and residual as they are. While any other optimizer steps or loads its
-state, fp32 *stand-ins* take the place of half weights in its groups, and its state goes with them.
+The model and the parameter groups of its optimizers hold half weights. `SafeAdamW` steps weights
+and residuals directly. While any other optimizer steps or loads its state, fp32 *stand-ins* replace
+the half weights in its groups and in its state.
 """
 
 import contextlib
@@ -27,20 +26,17 @@ __all__ = ["HalfWeights", "WriteBack"]
 
 WriteBack = Literal["kahan", "stochastic", "nearest"]
 
-_CONVERTED = (torch.float32, *HALF_DTYPES)  # a frozen base may have come in the other half
-
 
 class HalfWeights:
-    """Turns a model's weights into half, and keeps what they lack of their fp32 values.
+    """Converts the weights of a model to half precision and stores their rounding errors.
 
-    A weight in fp16 moves by 2^-11 of itself at least: updates below half of that vanish. With
-    `write_back="kahan"` a residual beside every weight, in half, takes them; without one weights
-    are rounded at random (`"stochastic"`) or to `"nearest"`.
+    An fp16 weight changes by at least 2^-11 of itself, so updates below half of that are lost. With
+    `write_back="kahan"`, a half-precision residual per weight keeps them; otherwise weights are
+    rounded stochastically (`"stochastic"`) or to `"nearest"`.
 
-    What is written through `exposed`, `load_state_dict` or the tensors of `state_dict` keeps all
-    bits. Other writes win to half a step, and are warned of: a residual with which a weight would
-    round to another one belongs to what something has overwritten since, and counts for nothing.
-    A weight has no residual until it is trained, or a value is written that half does not hold.
+    Writes through `exposed`, `load_state_dict` or the tensors of `state_dict` keep all bits. Other
+    writes are rounded to half precision and invalidate the residual; repeated writes are warned of.
+    A weight has no residual until it is trained, or until half cannot represent a written value.
     """
 
     def __init__(
@@ -48,11 +44,10 @@ class HalfWeights:
     ) -> None:
         self.half = half
         self.write_back = write_back
-        self.writes = 0  # seeds the noise, so that ranks and resumed runs round alike
+        self.writes = 0  # seeds stochastic rounding, so that ranks and resumed runs agree
         self._ledger = Ledger() if ledger is None else ledger
-        # Weights and their stand-ins, while an optimizer has these.
-        self._stand_ins: list[tuple[nn.Parameter, Tensor]] = []
-        # Weight -> what `state_dict` gave out of it since the last step: in fp32 the weight itself.
+        self._stand_ins: list[tuple[nn.Parameter, Tensor]] = []  # during the step of an optimizer
+        # The fp32 tensors that `state_dict` returned since the last step, and their versions.
         self._lent: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._written: set[nn.Parameter] = set()
         self._has_warned = False
@@ -63,17 +58,17 @@ class HalfWeights:
         return parameter in self._ledger
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HalfWeights":
-        return self  # a copy of the model, such as an average, is a plain half model
+        return self  # a copy of the model, such as an average, is an ordinary half model
 
     def read(self, parameter: nn.Parameter) -> Tensor:
-        """Return a weight in fp32, with its residual: a new tensor."""
+        """Return a new fp32 tensor with the value of a weight and its residual."""
         residual = self._residual_of(parameter)
         weight = parameter.detach()
         return weight.float() if residual is None else join_weight(weight, residual)
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write an fp32 value into a weight, rounded to nearest, and into its residual."""
+        """Write an fp32 value into a weight and its residual."""
         weight, rest = split_weight(value, self.half)
         parameter.copy_(weight)
         self._set_residual(parameter, rest)
@@ -85,7 +80,7 @@ class HalfWeights:
         if residual is None and parameter.requires_grad and self.write_back == "kahan":
             with torch.inference_mode(False):
                 residual = torch.zeros_like(parameter, requires_grad=False)
-        # A model may be moved after `convert`: residuals are no buffers, and follow it.
+        # Residuals are not buffers: move them if the model was moved after `convert`.
         if residual is not None and residual.device != parameter.device:
             with torch.inference_mode(False):
                 residual = residual.to(parameter.device)
@@ -102,18 +97,19 @@ class HalfWeights:
     # --- the model -------------------------------------------------------------------------------
 
     def convert(self, module: nn.Module, keep_fp32: Iterable[nn.Module] = ()) -> None:
-        """Turn a model's fp32 parameters into half weights, in place, so that tied ones stay tied.
+        """Convert the parameters of a model to half weights in place; tied weights stay tied.
 
-        One that a module of `keep_fp32` shares stays in fp32. Checkpoints of the model hold fp32
-        values, and loading one writes weights and residuals. Called again, it takes what is new.
+        Parameters of `keep_fp32` stay in fp32. Checkpoints of the model hold fp32 values, and
+        loading one writes weights and residuals. A second call converts new parameters.
         """
-        # By identity of parameters, not by module: a tied weight stands in several modules.
+        # By parameter, because modules may share a tied weight.
         kept = {id(p) for owner in keep_fp32 for p in owner.parameters(recurse=False)}
         for owner in module.modules():
             own = [
                 p
                 for p in owner.parameters(recurse=False)
-                if p in self._ledger or (p.dtype in _CONVERTED and id(p) not in kept)
+                if p in self._ledger
+                or (p.dtype in (torch.float32, *HALF_DTYPES) and id(p) not in kept)
             ]
             for parameter in own:
                 if parameter not in self._ledger:
@@ -121,7 +117,7 @@ class HalfWeights:
             if own and owner not in self._owners:
                 self._owners.add(owner)
                 for handle in (
-                    # Hooks of this kind are marked by an attribute, which methods cannot have.
+                    # torch sets an attribute on the hook, which methods do not accept.
                     owner.register_state_dict_post_hook(functools.partial(self._write_fp32)),
                     owner.register_load_state_dict_pre_hook(self._read_fp32),
                 ):
@@ -134,13 +130,13 @@ class HalfWeights:
             entry.beside = rest
         parameter.grad = None
         parameter.data = weight
-        parameter.grad_dtype = None  # half from a backward, fp32 once it is unscaled
+        parameter.grad_dtype = None  # half after a backward, fp32 after unscaling
 
     def settle(self) -> None:
-        """Take over what was written from outside where that is exact; warn of the rest, once."""
+        """Apply outside writes where that is exact; warn once about other writes."""
         lent, self._lent = self._lent, {}
         for parameter, (value, version) in lent.items():
-            # Who has written into the weight as well was later.
+            # A write to the weight itself came later and takes precedence.
             if value._version != version and self._ledger.open(parameter).is_current(parameter):
                 self.write(parameter, value)
         for parameter, entry in self._ledger:
@@ -153,23 +149,22 @@ class HalfWeights:
             elif entry.stamp is not None and self._loses_writes(parameter):
                 name = self._ledger.name_of(parameter)
                 rank_zero_warn(
-                    f"Something beside its optimizer wrote into {name!r} under `PureFP16`. What "
-                    "was written is rounded to half: it moves no weight by less than 2^-12 of "
-                    "itself (2^-9 in bf16). Write in `with plugin.exposed(module):`, where weights "
-                    "are in fp32."
+                    f"Code outside its optimizer wrote to {name!r} under `PureFP16`. The write is "
+                    "rounded to half precision: changes below 2^-12 of a weight (2^-9 in bf16) are "
+                    "lost. Write inside `with plugin.exposed(module):`, where weights are fp32."
                 )
             entry.note(parameter)
 
     def _loses_writes(self, parameter: nn.Parameter) -> bool:
-        """Return whether a write into a weight is the first to be warned of."""
-        # One write is right to half a step; many may each be lost. A logit scale is often clamped.
+        """Record a write to a weight; return whether to warn."""
+        # Repeated writes may all be lost. Scalars are exempt: logit scales are often clamped.
         is_repeated = parameter in self._written and parameter.dim() > 0 and not self._has_warned
         self._written.add(parameter)
         self._has_warned |= is_repeated
         return is_repeated
 
     def release(self) -> None:
-        """Turn the half weights back into fp32 parameters, and forget them."""
+        """Convert the half weights back to fp32 and forget them."""
         self._undo.close()
         for parameter, entry in self._ledger:
             parameter.grad = None
@@ -182,14 +177,14 @@ class HalfWeights:
         self._has_warned = False
 
     def _saved(self, parameter: nn.Parameter, entry: Entry) -> Tensor:
-        """Return a weight in fp32; one that came in half and was never trained in half."""
+        """Return a weight in fp32, or in half if it came in half and was never trained."""
         is_as_it_came = entry.came_as == self.half and entry.beside is None
         return parameter.detach() if is_as_it_came else self.read(parameter)
 
     @contextlib.contextmanager
     def exposed(self, module: nn.Module) -> Iterator[None]:
-        """Put fp32 parameters in the place of half weights, and take back their values."""
-        # The half weights stay: DDP's hooks on them would be lost if their dtype changed.
+        """Replace half weights by fp32 parameters, and write their values back at the end."""
+        # Changing the dtype of the half weights would lose DDP's hooks on them.
         shown = {
             parameter: nn.Parameter(self.read(parameter), parameter.requires_grad)
             for parameter in module.parameters()
@@ -207,7 +202,7 @@ class HalfWeights:
             yield
         finally:
             for owner, name, parameter in places:
-                # Who has put another parameter there inside of the context keeps it.
+                # Keep a parameter that was put there inside the context.
                 if owner._parameters.get(name) is shown[parameter]:
                     owner._parameters[name] = parameter
             for parameter, value in shown.items():
@@ -216,9 +211,9 @@ class HalfWeights:
     def _write_fp32(
         self, owner: nn.Module, state_dict: dict[str, object], prefix: str, _: object
     ) -> None:
-        """Put fp32 values into a checkpoint where the weights would be."""
+        """Replace half weights in a state dict by fp32 values."""
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            # With `keep_vars` the caller wants the parameters themselves.
+            # With `keep_vars`, return the parameters themselves.
             saved = state_dict.get(prefix + name)
             entry = self._ledger.entries.get(id(parameter))
             if entry is not None and not isinstance(saved, nn.Parameter):
@@ -230,24 +225,24 @@ class HalfWeights:
     def _read_fp32(
         self, owner: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
     ) -> None:
-        """Take residuals from a checkpoint before the weights are rounded from it."""
+        """Load residuals from a state dict before torch loads the weights."""
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             loaded = state_dict.get(prefix + name)
             if parameter in self._ledger and isinstance(loaded, Tensor):
                 if loaded.shape == parameter.shape:
                     rest = split_weight(loaded.detach().float(), self.half)[1]
                     self._set_residual(parameter, rest.to(parameter.device))
-                self._ledger.open(parameter).stamp = None  # torch writes the weight itself
+                self._ledger.open(parameter).stamp = None  # torch writes the weight next
                 self._lent.pop(parameter, None)
 
     def narrow_gradients(self) -> None:
-        """Cast gradients that wait for a further backward to half, for DDP's half buckets."""
+        """Cast accumulated gradients to half, for the half buckets of DDP."""
         for parameter, _ in self._ledger:
             if parameter.grad is not None and parameter.grad.dtype != self.half:
                 parameter.grad = parameter.grad.to(self.half)
 
     def broadcast(self) -> None:
-        """Give all ranks the residuals of the first; DDP does so for the weights alone."""
+        """Broadcast the residuals of rank 0; DDP broadcasts only weights."""
         for parameter, _ in self._ledger:
             residual = self._residual_of(parameter)
             if residual is not None:
@@ -256,9 +251,9 @@ class HalfWeights:
     # --- the optimizers --------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let an optimizer load its state in fp32, and widen the state that it has already."""
-        # `Optimizer.load_state_dict` casts states to the dtype of their parameter, which would
-        # leave Adam's second moments in fp16. `SafeAdamW` does not, and gets the residuals.
+        """Keep the state of an optimizer in fp32, also when it is loaded."""
+        # `Optimizer.load_state_dict` casts states to the dtype of their parameter, such as Adam's
+        # second moments to fp16. `SafeAdamW` does not, and uses the residuals of this class.
         if isinstance(optimizer, SafeAdamW):
             self._share(optimizer)
             handle = optimizer.register_load_state_dict_post_hook(self._share)
@@ -275,9 +270,9 @@ class HalfWeights:
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Surround the step of an optimizer, which takes fp32 gradients from `p.grad`."""
+        """Surround the step of an optimizer, which reads fp32 gradients from `p.grad`."""
         self.settle()
-        # Groups are read anew each time, so parameters may join at any time.
+        # Groups are read at every step, because parameters may join at any time.
         if isinstance(optimizer, SafeAdamW):
             self._share(optimizer)
         else:
@@ -287,7 +282,7 @@ class HalfWeights:
                 if parameter.grad is not None:
                     stand_in.grad = parameter.grad.float()
             yield
-            # After an exception weights stay as they were.
+            # Not after an exception, so that weights stay unchanged.
             self._round(optimizer)
         finally:
             self._swap_out(optimizer)
@@ -296,12 +291,12 @@ class HalfWeights:
                     self._ledger.open(parameter).note(parameter)
 
     def _share(self, optimizer: Optimizer) -> None:
-        """Let a `SafeAdamW` step the residuals kept here, as `write_back` here says."""
+        """Give a `SafeAdamW` the residuals and `write_back` of this class."""
         for group in optimizer.param_groups:
             for parameter in (p for p in group["params"] if p in self._ledger):
                 group["write_back"] = self.write_back
                 residual = self._residual_of(parameter)
-                # What has never had a gradient has no state at all.
+                # A parameter that never had a gradient has no state.
                 if residual is not None and (
                     parameter.grad is not None or parameter in optimizer.state
                 ):
@@ -309,7 +304,7 @@ class HalfWeights:
 
     @torch.no_grad()
     def _round(self, optimizer: Optimizer) -> None:
-        """Round the stand-ins of an optimizer, if any, into their weights and residuals."""
+        """Split the values of the stand-ins into weights and residuals."""
         places = {id(each): index for index, each in enumerate(parameters_of(optimizer))}
         kept: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, residual, value
         for parameter, stand_in in self._stand_ins:
@@ -325,7 +320,7 @@ class HalfWeights:
         self.writes += self.write_back == "stochastic" and bool(self._stand_ins)
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        # After a load that torch refuses, no hook would put the weights back.
+        # If torch refuses the state, no hook would swap the weights back.
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         fits = sizes == [len(group["params"]) for group in optimizer.param_groups]
         if fits and "state" in state_dict:
@@ -336,9 +331,9 @@ class HalfWeights:
         halves = [(p, self._residual_of(p)) for p in parameters_of(optimizer) if p in self._ledger]
         pairs = [(p, rest) for p, rest in halves if rest is not None]
         joined = iter(join_weights([p for p, _ in pairs], [rest for _, rest in pairs]))
-        values = [p.float() if rest is None else next(joined) for p, rest in halves]
         self._stand_ins = [
-            (p, value.requires_grad_()) for (p, _), value in zip(halves, values, strict=True)
+            (p, (p.float() if rest is None else next(joined)).requires_grad_())
+            for p, rest in halves
         ]
         _replace(optimizer, self._stand_ins)
 
@@ -349,10 +344,9 @@ class HalfWeights:
 
 def _replace(optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Put the second tensor of each pair, with its state, in the place of the first."""
-    others = {id(old): new for old, new in pairs}  # tensors are hashed in Python
+    others = {id(old): new for old, new in pairs}  # hashing a tensor calls Python
     for group in optimizer.param_groups:
         group["params"][:] = [others.get(id(p), p) for p in group["params"]]
     for old, new in pairs:
-        state = optimizer.state.pop(old, None)
-        if state is not None:
+        if (state := optimizer.state.pop(old, None)) is not None:
             optimizer.state[new] = state

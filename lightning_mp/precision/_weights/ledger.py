@@ -1,7 +1,7 @@
-"""What precision plugins know of each parameter, its optimizer and threads, and all checks of it.
+"""The ledger of parameters, their optimizers and threads, and the checks of precision plugins.
 
-They are made at three borders: the step of any optimizer, whoever made it; the start of a training
-or evaluation step; the entry of a module.
+Checks run when any optimizer steps, when a training or evaluation step starts, and when a module is
+called.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _AVERAGES = tuple(
 
 
 class Entry:
-    """One parameter: its dtype as it came, what rests beside it, and our last write."""
+    """The original dtype of a parameter, its half copy or residual, and the last known write."""
 
     __slots__ = ("beside", "came_as", "device_type", "owner", "stamp")
 
@@ -55,26 +55,26 @@ class Entry:
         self.owner = weakref.ref(parameter, forget)
         self.came_as = parameter.dtype
         self.device_type = parameter.device.type
-        self.beside: Any = None  # the half copy of an fp32 weight, or the residual of a half one
-        # Version and address of the parameter at our last write, or reading. `None`: not known.
+        self.beside: Any = None  # the half copy of an fp32 weight, or the residual of a half weight
+        # Version and address of the parameter when the plugin last wrote or read it, or `None`.
         self.stamp: tuple[int, int] | None = None
 
     def is_current(self, parameter: nn.Parameter) -> bool:
-        """Return whether nobody has written to the parameter since, as far as torch counts."""
+        """Return whether the version and address of the parameter are unchanged since `note`."""
         return self.stamp == (parameter._version, parameter.data_ptr())
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Note that the parameter is as the plugin wants it."""
+        """Record the current version and address of the parameter."""
         self.stamp = (parameter._version, parameter.data_ptr())
 
 
 class Ledger:
-    """Knows of each parameter what rests beside it, who wrote it last, and who steps it."""
+    """Knows for each parameter its half copy or residual, its last write and its optimizer."""
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
-        self.optimizers: list[Optimizer] = []  # those that the plugin was given
-        self.stepping: Optimizer | None = None  # the one that the plugin steps at the moment
+        self.optimizers: list[Optimizer] = []  # returned by `configure_optimizers`
+        self.stepping: Optimizer | None = None  # the optimizer that the plugin steps now
         self.is_changed = True  # modules or parameters may have been replaced
         self.root: nn.Module | None = None
         self._names: dict[int, str] = {}
@@ -89,7 +89,7 @@ class Ledger:
                 yield parameter, entry
 
     def open(self, parameter: nn.Parameter) -> Entry:
-        """Return the entry of a parameter; make one if there is none."""
+        """Return the entry of a parameter, created if needed."""
         key = id(parameter)
         if key not in self.entries:
             self.entries[key] = Entry(parameter, lambda _: self.entries.pop(key, None))
@@ -103,7 +103,7 @@ class Ledger:
         after_step: Callable[[Optimizer], None],
         undo: contextlib.ExitStack,
     ) -> None:
-        """Follow a model, and the steps of all optimizers that the plugin does not run."""
+        """Watch a model, and the steps of optimizers that the plugin does not run."""
         self.root, self.optimizers = root, list(optimizers)
         self._names = _names_of(root)
         undo.callback(self._forget)
@@ -121,7 +121,7 @@ class Ledger:
         for handle in (
             register_optimizer_step_pre_hook(past_us(before_step)),
             register_optimizer_step_post_hook(past_us(after_step)),
-            # Of all modules there are: this only says when it is worth while to look.
+            # These are called for all modules, and only trigger `look_for_replaced`.
             torch_module.register_module_parameter_registration_hook(changed),
             torch_module.register_module_module_registration_hook(changed),
         ):
@@ -137,10 +137,10 @@ class Ledger:
         return self._names.get(id(parameter), "an unnamed parameter")
 
     def look_for_replaced(self) -> bool:
-        """Return whether the model may have other parameters than at the last call.
+        """Return whether the model may have new parameters since the last call.
 
         Raises:
-            RuntimeError: An optimizer goes on with a parameter that another one has replaced.
+            RuntimeError: An optimizer steps a parameter that was replaced in the model.
         """
         is_changed, self.is_changed = self.is_changed, False
         if not is_changed or self.root is None:
@@ -153,40 +153,36 @@ class Ledger:
             if name in gone and gone[name] in stepped:
                 optimizer = type(stepped[gone[name]]).__name__
                 raise RuntimeError(
-                    f"The parameter {name!r} was replaced while training, and `{optimizer}` goes "
-                    "on with the old one: the new one would never be trained. Write into the old "
-                    "one (`load_state_dict` without `assign=True`), or put the new one into "
-                    "`optimizer.param_groups` in the place of the old one."
+                    f"The parameter {name!r} was replaced during training, but `{optimizer}` still "
+                    "steps the old parameter, so the new parameter would not be trained. Copy into "
+                    "the old parameter (`load_state_dict` without `assign=True`), or replace it in "
+                    "`optimizer.param_groups`, too."
                 )
         self._names = now
         return True
 
 
 def _names_of(root: nn.Module) -> dict[int, str]:
-    # By identity, as equality of tensors compares values; and as the user's model names them.
+    # By `id`, because tensors compare by value; without the names that FSDP inserts.
     return {id(p): n.replace("_fsdp_wrapped_module.", "") for n, p in root.named_parameters()}
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
-    """Yield the parameters of all groups."""
+    """Yield the parameters of all groups of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 class ModuleUsers:
-    """Knows which threads compute with a module, and refuses one whose gradients would be lost.
-
-    Copies that a forward without grad puts into a module lead to no parameter, and are there for
-    all threads.
-    """
+    """Records which threads compute with a module; refuses threads that would lose gradients."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Threads, and whether they have replaced weights, in the order in which they came.
+        # Threads, and whether they replaced weights, in the order of entry.
         self._users: dict[nn.Module, list[tuple[int, bool]]] = {}
 
     def enter(self, modules: Sequence[nn.Module], swapping: Container[nn.Module]) -> None:
-        """Note that this thread computes with modules, and replaces the weights of some.
+        """Record that this thread computes with modules, and replaces the weights of some.
 
         Raises:
             RuntimeError: Another thread computes with one of them.
@@ -200,28 +196,28 @@ class ModuleUsers:
                     raise RuntimeError(
                         f"A `{type(module).__name__}` was called in the thread "
                         f"{threading.current_thread().name!r} while another thread computes with "
-                        "it. `BalancedAMP` puts half weights into a module while it computes, for "
-                        "all threads, and gradients would be lost. Call the model in the training "
-                        "thread alone, give the other thread a `copy.deepcopy` of it, or pass "
-                        "`BalancedAMP(weights='full')`."
+                        "it. `BalancedAMP` replaces the weights of a module by half copies during "
+                        "its forward, for all threads, so gradients would be lost. Call the model "
+                        "only in the training thread, give the other thread a `copy.deepcopy` of "
+                        "it, or pass `BalancedAMP(weights='full')`."
                     )
             for module in modules:
                 self._users.setdefault(module, []).append((thread, module in swapping))
 
     def leave(self, modules: Sequence[nn.Module]) -> None:
-        """Note that this thread is done with the modules that it entered last."""
+        """Record that this thread leaves the modules that it entered last."""
         thread = threading.get_ident()
         with self._lock:
             for module in modules:
                 users = self._users[module]
                 del users[max(i for i, (other, _) in enumerate(users) if other == thread)]
-                if not users:  # else a copy of the model would live as long as the training
+                if not users:  # otherwise copies of the model would never be freed
                     del self._users[module]
 
 
 def _is_autograd_thread() -> bool:
-    """Return whether autograd's thread of a device runs this, and who called the backward waits."""
-    # Such a thread runs the forwards of activation checkpointing again. Python has not started it.
+    """Return whether an autograd thread runs this, so that the thread of the backward waits."""
+    # Such threads recompute forwards of activation checkpointing. Python did not start them.
     is_in_backward = torch._C._current_graph_task_id() != -1
     return is_in_backward and isinstance(threading.current_thread(), threading._DummyThread)
 
@@ -230,31 +226,30 @@ def _is_autograd_thread() -> bool:
 
 
 def check_optimizer(plugin: object, optimizer: Optimizer, *, runs_closures: bool) -> None:
-    """Refuse an optimizer that evaluates the loss itself, where a step cannot take a closure."""
+    """Raise if an optimizer needs a closure but steps cannot run closures."""
     kind = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-    # Of the usual implementations of sharpness-aware minimization.
+    # Methods of the common implementations of sharpness-aware minimization (SAM).
     is_sharpness_aware = all(hasattr(optimizer, name) for name in ("first_step", "second_step"))
     if (needs_closure or is_sharpness_aware) and not runs_closures:
         raise MisconfigurationException(
             f"Passed the optimizer `{kind}` with `{type(plugin).__name__}`. It evaluates the loss "
-            "several times a step, and a step that is skipped or taken in fp32 has one gradient. "
-            "Use a first-order optimizer, or `BalancedAMP(half='bf16')`."
+            "several times per step, but the plugin computes one gradient per step. Use a "
+            "first-order optimizer, or `BalancedAMP(half='bf16')`."
         )
 
 
 def check_steps_alone(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that writes half weights past its step, or by another optimizer's."""
+    """Raise if an optimizer writes weights outside its step, or through an inner optimizer."""
     kind = type(optimizer).__name__
     if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
         raise MisconfigurationException(
-            f"Passed the optimizer `{kind}` with `PureFP16`. Its `train()` and `eval()` move "
-            "weights, as ScheduleFree's do, and cannot move half weights in fp32. Use "
+            f"Passed the optimizer `{kind}` with `PureFP16`. Its `train()` and `eval()` write "
+            "weights outside of a step (as in ScheduleFree), where they are half. Use "
             "`BalancedAMP`, whose parameters are fp32."
         )
-    # When fp32 stand-ins take the place of half weights in the groups of the outer one, the inner
-    # one would go on with half weights, and its state would stay behind.
+    # Stand-ins would replace half weights only in the groups and the state of the outer optimizer.
     for name, value in vars(optimizer).items():
         values = value.values() if isinstance(value, dict) else value
         for inner in values if isinstance(value, dict | list | tuple) else [value]:
@@ -268,46 +263,46 @@ def check_steps_alone(optimizer: Optimizer) -> None:
 
 
 def check_modules(root: nn.Module, kept: Container[nn.Module], *, is_trained: bool) -> None:
-    """Refuse modules that cannot work with half weights, by name."""
+    """Raise if a module cannot work with half weights."""
     for path, module in root.named_modules():
         reason = _reason_against(module, module in kept, is_trained)
         if reason:
             raise MisconfigurationException(
-                f"Passed a model to `PureFP16` whose `{path}` {reason} Or use `BalancedAMP`, "
-                "whose parameters are fp32."
+                f"Passed a model to `PureFP16` whose `{path}` {reason} Alternatively, use "
+                "`BalancedAMP`, whose parameters are fp32."
             )
 
 
 def _reason_against(module: nn.Module, is_kept: bool, is_trained: bool) -> str:
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
-        return "is lazy: no weight could be made half yet. Run the model on one batch first."
+        return "is lazy, so its weights cannot be converted yet. Run the model on one batch first."
     if isinstance(module, torch.jit.ScriptModule):
-        return "is TorchScript, whose dtypes are compiled in. Pass the module that was scripted."
+        return "is TorchScript, which has fixed dtypes. Pass the original module."
     if isinstance(module, AveragedModel) and is_trained and not is_kept:
         return (
-            "is an `AveragedModel`: in half, an average stands still where it should move by less "
-            "than 2^-12 of itself. Name `AveragedModel` in `fp32_modules`."
+            "is an `AveragedModel`. In half precision, an average loses updates below 2^-12 of "
+            "itself. Add `AveragedModel` to `fp32_modules`."
         )
     hooks = module._forward_pre_hooks.values()
     if is_trained and any(isinstance(hook, BasePruningMethod) for hook in hooks):
         return (
-            "is pruned by `torch.nn.utils.prune`, which makes its weight anew in every forward. "
-            "Make the pruning permanent with `prune.remove`."
+            "is pruned by `torch.nn.utils.prune`, which recomputes the weight in every forward. "
+            "Make the pruning permanent by `prune.remove`."
         )
     return ""
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Refuse pruning while training, and warn of averages that are made of half weights."""
+    """Raise for pruning during training, and warn about averages of half weights."""
     for each in callbacks:
         name = type(each).__name__
         if isinstance(each, ModelPruning):
             raise MisconfigurationException(
-                f"Passed the callback `{name}` with `PureFP16`. It replaces weights while they "
-                "train, and their fp32 values with them. Use `BalancedAMP`."
+                f"Passed the callback `{name}` with `PureFP16`. It replaces weights during "
+                "training, which loses their residuals. Use `BalancedAMP`."
             )
         if isinstance(each, _AVERAGES):
             rank_zero_warn(
-                f"`{name}` averages half weights under `PureFP16`, and its average is rounded to "
-                "half when it is put into the model. Use `BalancedAMP` for averages in fp32."
+                f"`{name}` averages half weights under `PureFP16`, and the average is rounded to "
+                "half when it is copied into the model. Use `BalancedAMP` for fp32 averages."
             )

@@ -1,9 +1,9 @@
-"""Half working copies of fp32 weights, in their place only while a module computes.
+"""Half copies of fp32 weights, which replace the weights of a module during its forward.
 
-At rest a model is the user's: the same fp32 `Parameter` objects, with fp32 gradients. Around the
-forward of each module, the entries of its `_parameters` are the outputs of an autograd node whose
-value is a persistent half copy; the engine casts the gradient that comes back into `p.grad`. What
-optimizers, DDP, clipping, weight averages, deep copies and checkpoints see is a plain fp32 model.
+During the forward of a module, the entries of its `_parameters` are outputs of an autograd node
+with the values of persistent half copies; autograd casts their gradients to fp32 and adds them to
+`p.grad`. At all other times the model has its own fp32 parameters, so that optimizers, DDP,
+clipping, weight averages, deep copies and checkpoints see an ordinary fp32 model.
 """
 
 import contextlib
@@ -25,32 +25,32 @@ from lightning_mp.precision._weights.ledger import Entry, Ledger, ModuleUsers
 
 __all__ = ["WorkingCopies"]
 
-# They compute with lists of their weights, not with their entries, and autocast casts those; or
-# make weights out of others, where half would round twice.
+# Modules that read their weights outside of `_parameters`, where autocast casts them, or compute
+# weights from other weights, where half would round twice.
 _READS_ELSEWHERE = (nn.RNNBase, ParametrizationList, torch.jit.ScriptModule)
 
-# Products alone read their weights, and autocast casts those to the same bits. Up to so many
-# elements that takes less time at every use than to put a copy in and out.
+# Only products read the weights of these modules, and autocast casts them to the same bits. Up to
+# `_SMALL` elements, the cast takes less time than replacing the weight.
 _CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SMALL = 2**16
 
 
 class _Use(torch.autograd.Function):
-    """Hands out the copies of parameters, and hands their gradients to the parameters."""
+    """Returns the half copies of parameters and passes their gradients to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, copies: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # They share memory and version counter, so that writes and stale graphs show.
+        # `detach` shares memory and version counter, so that writes and stale graphs are detected.
         return tuple(copy.detach() for copy in copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *gradients)  # the engine casts them to the dtype of the parameters
+        return (None, *gradients)  # autograd casts them to the dtype of the parameters
 
 
 class _Swapped(NamedTuple):
-    """An entry of a module's `_parameters` while the module computes."""
+    """A replaced entry of `_parameters`."""
 
     module: nn.Module
     name: str
@@ -61,19 +61,16 @@ class _Swapped(NamedTuple):
 
 
 class WorkingCopies:
-    """Keeps a half copy of each weight, and lets modules compute with it under autocast.
+    """Keeps a half copy of each weight, with which modules compute under autocast.
 
-    A copy is made when its module first computes, and brought up to date by `refresh` at the start
-    of a step, and after an optimizer has stepped inside of one: the version counters that tell of
-    writes in between see neither those to `p.data` nor fused optimizers. Outside of autocast
-    modules compute with their own fp32 weights.
+    The first forward of a module makes its copies. `refresh` updates them at the start of a step
+    and after an optimizer step inside a forward, because version counters miss writes to `p.data`
+    and by fused optimizers. Without autocast, modules compute with their fp32 weights, as do
+    recurrent layers and 0-d parameters. Only one thread at a time can compute with a module.
 
-    What reads a weight outside of its module's forward sees fp32, as do recurrent layers and
-    parameters without dimensions. A module computes in one thread at a time.
-
-    A write into a weight by its module's forward, such as clamping or a codebook, goes through to
-    the parameter; a module that writes past autograd's version counter (`weight.data.clamp_()`) is
-    found by a comparison at steps 1, 2, 4, 8, ..., and computes with its own weights from then on.
+    If the forward of a module writes to its weight (clamping, codebooks), the write is applied to
+    the parameter. Writes that bypass the version counter (`weight.data.clamp_()`) are detected by a
+    comparison at steps 1, 2, 4, 8, ...; the module then computes with its fp32 weights.
     """
 
     def __init__(self, half: torch.dtype, ledger: Ledger | None = None) -> None:
@@ -84,24 +81,24 @@ class WorkingCopies:
         self._refreshes = 0
         self._is_probing = True
         self._is_attached = False
-        self._undo = contextlib.ExitStack()  # what `release` does
+        self._undo = contextlib.ExitStack()  # run by `release`
 
     def __deepcopy__(self, memo: dict[int, object]) -> "WorkingCopies":
-        return self  # a copy of the model, such as a teacher, computes with copies too
+        return self  # copies of the model, such as a teacher, compute with half copies, too
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WorkingCopies, (self.half,)  # hooks of a pickled model find no copies
+        return WorkingCopies, (self.half,)  # a pickled model has no copies
 
     # --- the model -------------------------------------------------------------------------------
 
     def attach(self, root: nn.Module, keep: Iterable[nn.Module] = ()) -> None:
-        """Let the modules of a model, but those kept, compute with half copies, until `release`."""
+        """Let all modules except `keep` compute with half copies, until `release`."""
         self._kept = set(keep)
         self._is_attached = True
         if any(is_compiled(module) for module in root.modules()):
-            # Dynamo looks for `.grad` in all that it is given, of which torch warns.
+            # torch warns because Dynamo reads `.grad` of all its inputs.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that")
-        # Hooks of this kind are marked by an attribute, which methods cannot have.
+        # torch sets an attribute on the hook, which methods do not accept.
         hook = functools.partial(self._write_fp32)
         for module in root.modules():
             if isinstance(module, OptimizedModule):
@@ -115,14 +112,14 @@ class WorkingCopies:
                 module._compiled_call_impl = functools.partial(self._whole, module, call)
 
     def release(self) -> None:
-        """Give the modules their own `forward` back, and forget the copies."""
+        """Restore the `forward` of all modules, and drop the copies."""
         self._is_attached = False
         self._undo.close()
         self._ledger.entries.clear()
         self._kept.clear()
 
     def bytes_held(self) -> int:
-        """Return the bytes of all copies."""
+        """Return the size of all copies in bytes."""
         return sum(entry.beside.nbytes for _, entry in self._ledger if entry.beside is not None)
 
     def _is_left_alone(self, module: nn.Module) -> bool:
@@ -132,12 +129,12 @@ class WorkingCopies:
 
     def _replace_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Replace `forward` on the instance."""
-        # Not by hooks: those of the user then see the model at rest, and whatever calls `forward`
-        # itself is served too. A method is bound anew when its module is copied.
+        # Not by hooks, so that hooks of the user see fp32 weights, and direct calls of `forward`
+        # use copies. A deep copy of a module binds the method to the copy.
         original = module.__dict__.get("forward")
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # copies are put in at the boundary of compiled code
+            if torch.compiler.is_compiling():  # compiled code is swapped as a whole
                 if original is None:
                     return type(module).forward(module, *args, **kwargs)
                 return original(*args, **kwargs)
@@ -152,7 +149,7 @@ class WorkingCopies:
     def _own(
         self, module: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        swapped = self._swap([module])  # no context manager: this runs for every layer
+        swapped = self._swap([module])  # a context manager would be slower, for every layer
         try:
             return call(*args, **kwargs)
         finally:
@@ -161,13 +158,13 @@ class WorkingCopies:
     def _whole(
         self, module: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run compiled code, in which no forward of a submodule is ours to replace."""
+        """Run compiled code with the copies of all submodules, whose forwards are compiled in."""
         with self.in_place(*module.modules()):
             return call(*args, **kwargs)
 
     @contextlib.contextmanager
     def in_place(self, *modules: nn.Module) -> Iterator[None]:
-        """Put copies into the `_parameters` of modules, where autocast is on."""
+        """Replace the weights of modules by half copies, where autocast is enabled."""
         served = [each for each in modules if not self._is_left_alone(each)]
         swapped = self._swap(served)
         try:
@@ -176,13 +173,14 @@ class WorkingCopies:
             self._put_back(served, swapped)
 
     def _swap(self, modules: Sequence[nn.Module]) -> list[_Swapped]:
-        # Under functorch's transforms, as with a stand-in that no copy is for, autocast casts.
+        # Under functorch's transforms, autocast casts the weights.
         is_on = self._is_attached and not torch._C._are_functorch_transforms_active()
-        with torch._C.DisableTorchFunction():  # op policies would look at all that is read here
+        # A function mode would see every attribute that is read here.
+        with torch._C.DisableTorchFunction():
             entries = [entry for module in modules if is_on for entry in self._entries(module)]
-            # Without grad copies serve as they are: no node, and nothing to give back.
+            # Without grad no node is needed.
             stand_ins = {id(p): copy for _, _, p, copy in entries}
-            if torch.is_grad_enabled():  # one node for all, tied weights once
+            if torch.is_grad_enabled():  # one node for all weights, with tied weights once
                 trained = {id(p): p for _, _, p, _ in entries if p.requires_grad}
                 if trained:
                     uses = _Use.apply([stand_ins[key] for key in trained], *trained.values())
@@ -196,7 +194,7 @@ class WorkingCopies:
             return swapped
 
     def _entries(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, Tensor]]:
-        """Return what is to be replaced: fp32 weights, where autocast is on."""
+        """Return the entries to replace: fp32 weights, where autocast is enabled."""
         entries: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
         if module in self._kept:
             return entries
@@ -204,19 +202,20 @@ class WorkingCopies:
             if p is None:
                 continue
             entry = self._ledger.entries.get(id(p))
-            if entry is None or not entry.is_current(p):  # else it needs no second look
+            if entry is None or not entry.is_current(p):  # checked when the copy was made
                 if not _can_be_half(p) or not torch.is_autocast_enabled(p.device.type):
                     continue
                 entry = self._up_to_date(p)
             elif not torch.is_autocast_enabled(entry.device_type):
                 continue
             if self._is_probing and module.training and _differs(p, entry.beside):
-                self.refresh([p])  # else a write to `p.data` looked like one to the copy
+                self.refresh([p])  # a write to `p.data` must not look like a write to the copy
             entries.append((module, name, p, entry.beside))
         return entries
 
     def _put_back(self, modules: Sequence[nn.Module], swapped: list[_Swapped]) -> None:
-        for module, name, parameter, _, stand_in, _ in swapped:  # all first: what follows may raise
+        # Put back all entries first, because the code below may raise.
+        for module, name, parameter, _, stand_in, _ in swapped:
             if module._parameters.get(name) is stand_in:
                 module._parameters[name] = parameter
         self._users.leave(modules)
@@ -226,7 +225,7 @@ class WorkingCopies:
                     self._look_for_writes(each)
 
     def _look_for_writes(self, swapped: _Swapped) -> None:
-        """Take over what a forward has written into its weights, if that can be seen."""
+        """Apply a write of the forward to the parameter, if the write is detected."""
         module, name, parameter, copy, stand_in, version = swapped
         if stand_in._version != version or stand_in.data_ptr() != copy.data_ptr():
             self._take_write(parameter, stand_in)
@@ -234,12 +233,10 @@ class WorkingCopies:
             self._take_write(parameter, stand_in)
             self._keep(module, name)
 
-    # --- the copies ------------------------------------------------------------------------------
-
     def _up_to_date(self, parameter: nn.Parameter) -> Entry:
-        """Make the copy of a parameter anew."""
+        """Create or update the copy of a parameter."""
         entry = self._ledger.open(parameter)
-        # Copies that are made while validating must serve training too.
+        # Training must be able to use copies that were made in validation.
         with torch.inference_mode(False), torch.no_grad():
             if not _fits(entry, parameter):
                 entry.beside = torch.empty_like(parameter, dtype=self.half, requires_grad=False)
@@ -249,13 +246,10 @@ class WorkingCopies:
         return entry
 
     def refresh(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Bring all or some copies up to date, whatever has been written: one multi-tensor copy.
-
-        A copy that nothing has changed must not be written while a graph holds it.
-        """
+        """Update all or some copies by one multi-tensor copy; not while a graph holds them."""
         pairs: Iterable[tuple[Any, Entry]] = self._ledger
         if parameters is None:
-            # At steps 1, 2, 4, 8, ...: comparing weights costs a host sync on a GPU.
+            # At steps 1, 2, 4, 8, ..., because comparing weights costs a host sync on a GPU.
             self._refreshes += 1
             self._is_probing = self._refreshes & (self._refreshes - 1) == 0
         else:
@@ -270,23 +264,20 @@ class WorkingCopies:
             entry.note(parameter)
 
     def _write_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """Put parameters for copies into a `state_dict` that is read amid a forward."""
-        # As by a thread that saves checkpoints beside the training: 6 of 100 had half weights.
+        """Replace half copies by parameters in a `state_dict` that is read during a forward."""
+        # A thread that saved checkpoints during training saved half weights in 6 of 100.
         own = {prefix + name: state.get(prefix + name) for name in module._parameters}
         halves = {k: v for k, v in own.items() if isinstance(v, Tensor) and v.dtype == self.half}
         for parameter, entry in self._ledger if halves else ():
             for key, value in halves.items():
                 if entry.beside is not None and entry.beside.data_ptr() == value.data_ptr():
-                    # `requires_grad` where variables are asked for.
+                    # With `keep_vars` the entries require grad.
                     state[key] = parameter if value.requires_grad else parameter.detach()
-
-    # --- writes into the copies ------------------------------------------------------------------
 
     @torch.no_grad()
     def _take_write(self, parameter: nn.Parameter, stand_in: Tensor) -> None:
-        """Take over what a forward has written into its weight, and no other element's rounding."""
+        """Apply a write of a forward to the parameter; other elements keep their fp32 bits."""
         written = stand_in.detach()
-        # Elements that were not written keep the bits that half lacks.
         is_same = written == parameter.to(self.half)
         parameter.copy_(torch.where(is_same, parameter, written.to(parameter.dtype)))
         entry = self._ledger.open(parameter)
@@ -297,15 +288,15 @@ class WorkingCopies:
     def _keep(self, module: nn.Module, name: str) -> None:
         self._kept.add(module)
         rank_zero_warn(
-            f"The forward of a {type(module).__name__} writes to its parameter {name!r} past "
-            "autograd (`.data`). The write has been taken over, and the module computes with its "
-            "own fp32 weights from now on, cast at every use. Write under `torch.no_grad()`, or "
-            f"name it in `fp32_modules`, such as `fp32_modules=['norm', '{type(module).__name__}']`"
+            f"The forward of a {type(module).__name__} writes to its parameter {name!r} through "
+            "`.data`. The write was applied, and from now on the module computes with its fp32 "
+            "weights, which autocast casts at every use. Write under `torch.no_grad()`, or pass "
+            f"`fp32_modules=['norm', '{type(module).__name__}']`."
         )
 
 
 def _can_be_half(entry: Tensor) -> bool:
-    # Entries that stand for something else, as in `torch.func.functional_call`, stay.
+    # Other entries, such as those of `torch.func.functional_call`, stay.
     is_weight = isinstance(entry, nn.Parameter) and not is_lazy(entry)
     return is_weight and entry.dtype == torch.float32 and entry.dim() > 0
 
@@ -316,6 +307,6 @@ def _fits(entry: Entry, parameter: Tensor) -> bool:
 
 
 def _differs(parameter: nn.Parameter, copy: Tensor) -> bool:
-    # By bits, as NaN is not equal to itself.
+    # Compare bits, because NaN is not equal to itself.
     rounded = parameter.detach().to(copy.dtype).view(torch.int16)
     return not torch.equal(rounded, copy.detach().view(torch.int16))
