@@ -1,4 +1,4 @@
-"""Health of what a model computes: logits that grow, attention that narrows, idle experts."""
+"""Rules for outputs: growing logits, attention of low entropy, starved and overloaded experts."""
 
 import math
 import statistics
@@ -10,34 +10,34 @@ from lightning_mp.callbacks._rules.records import Learning, Verdict
 
 __all__ = ["ExpertRule", "LogitRule"]
 
-_FIRST, _KEPT = 5, 64  # samples whose median is a level, and samples that are kept
-# Grown: beyond 50. Attention: of two keys whose logits differ by 20, a softmax leaves one 2e-9.
-# Output logits: near 50, bf16 rounds by up to 0.125, which changes a probability by an eighth.
-# Entropy is kept as its inverse, so that 50 is a share of 0.02.
+_FIRST, _KEPT = 5, 64  # samples of the median that is a level; samples that are stored
+# Least level of an alarm. If the logits of two keys differ by 20, softmax gives one key a weight of
+# 2e-9. Near 50, bf16 rounds output logits by up to 0.125, which changes a probability by an eighth.
+# Entropy is stored as its inverse, so 50 means an entropy share of 0.02.
 _LARGE = 50.0
-# And so many times the first level. Logits grow while a model learns; log Z need not.
+# Least growth since the first level. Logits grow while a model learns; log Z need not.
 _TIMES = {
     "attention_logit": 8.0,
     "attention_entropy": 8.0,
     "output_logit": 8.0,
     "output_log_z": 4.0,
 }
-_STARVED = 0.01  # of an even share of the tokens
-_CROWDED = 0.9  # of all tokens
-_TOKENS = 500  # of an even share that a judgement needs: a hundredth of them is five
-_SAMPLES = 5  # and it needs so many samples
+_STARVED = 0.01  # share of the tokens that the expert would get under an even split
+_CROWDED = 0.9  # share of all tokens
+# A judgement needs 5 samples, and 500 tokens per expert under an even split: 1% of them is 5.
+_TOKENS, _SAMPLES = 500, 5
 
 
 @dataclass(eq=False)
 class LogitRule(GrowthRule):
-    """Judges numbers that grow where training is unstable, by a limit and by their trend."""
+    """Judges values that grow when training is unstable, by a limit and by their trend."""
 
     _samples: dict[str, list[float]] = field(default_factory=dict, init=False)
 
     def judge(
         self, kind: str, name: str, step: int, value: float, limit: float = math.inf
     ) -> Verdict | None:
-        """Take in a sample of a tensor; return what is wrong with it."""
+        """Add a sample of a tensor and return a verdict."""
         key = f"{kind}:{name}"
         kept = self._samples[key] = [*self._samples.get(key, []), value][-_KEPT:]
         usual, grown = statistics.median(kept[:_FIRST]), statistics.median(kept[-_FIRST:])
@@ -53,17 +53,17 @@ class LogitRule(GrowthRule):
 
 @dataclass(eq=False)
 class ExpertRule(Learning):
-    """Judges how a router divides tokens, by sums over samples with enough tokens to tell."""
+    """Judges how a router divides tokens among experts, over as many samples as this needs."""
 
-    # By name of the router: samples, tokens, and choices of each expert since the last judgement.
+    # By router, since the last judgement: samples, tokens, and number of tokens of each expert.
     _seen: dict[str, list[float]] = field(default_factory=dict, init=False)
 
     def judge(self, router: str, tokens: float, chosen: Sequence[float]) -> list[Verdict]:
-        """Take in the tokens of a sample, and how many of them chose each expert."""
+        """Add a sample: the number of tokens, and of tokens routed to each expert."""
         before = self._seen.get(router, [0.0] * (2 + len(chosen)))
         seen = [a + b for a, b in zip(before, (1.0, tokens, *chosen), strict=True)]
         samples, tokens, *chosen = seen
-        even = sum(chosen) / len(chosen)  # choices of each expert if all had as many
+        even = sum(chosen) / len(chosen)  # tokens of each expert under an even split
         self._seen[router] = seen
         if samples < _SAMPLES or even < _TOKENS:
             return []
@@ -77,7 +77,7 @@ class ExpertRule(Learning):
             more = {**numbers, "count": len(starved), "of": len(chosen)}
             verdicts.append(Verdict("expert_dead", share, limit, tensor=tensor, numbers=more))
         share = max(chosen) / tokens
-        # Where each token takes half of the experts, one that all tokens take is no failure.
+        # If each token uses half of the experts, an expert that all tokens use is no failure.
         if share > _CROWDED and even / tokens < _CROWDED / 2:
             tensor = f"{router}[{[*chosen].index(max(chosen))}]"
             crowded = Verdict("expert_overloaded", share, _CROWDED, tensor=tensor, numbers=numbers)

@@ -1,4 +1,4 @@
-"""Which parameters do not train, by what a step has for each: gradient, change, size."""
+"""Rule for parameters that do not train, and for weights that vanish or explode."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,22 +9,22 @@ from lightning_mp.callbacks._rules.records import Learning, Verdict, first_of_ea
 
 __all__ = ["ParameterNumbers", "ParameterRule"]
 
-_STEADY = 5  # samples in a row
-_LEAST_RMS = 1.0  # of weights that have grown too large: initial ones are below
+_STEADY = 5  # consecutive samples
+_LEAST_RMS = 1.0  # smaller weights never count as exploded; initial weights are below
 
 
 class ParameterNumbers(NamedTuple):
-    """What one sample has about one parameter; norms and numbers of values over all shards."""
+    """Measurements of one parameter in one sample; norms and `numel` cover all shards."""
 
     name: str
     numel: int
     weight_norm: float
     gradient_norm: float  # 0 without a gradient
-    has_gradient: bool  # now
-    had_gradient: bool  # at any step of this run
-    is_changed: bool | None  # since the last sample; `None` where that cannot be told
+    has_gradient: bool  # in this step
+    had_gradient: bool  # in any step of this run
+    is_changed: bool | None  # since the last sample; `None` if unknown
     is_matrix: bool
-    rate: float | None  # learning rate of its group; `None` for a tensor
+    rate: float | None  # learning rate of its group; `None` if the learning rate is a tensor
 
     @property
     def rms(self) -> float:
@@ -33,25 +33,26 @@ class ParameterNumbers(NamedTuple):
 
 @dataclass(eq=False)
 class ParameterRule(Learning):
-    """Tells parameters that do not train, and weights that vanish or explode."""
+    """Judges gradients, changes and sizes of the parameters of an optimizer."""
 
     patience: int
     max_untrained: float
     min_gradient: float
     min_weight: float
     max_weight: float
-    # Steps by parameter: when it was first seen, and when its values last changed.
+    # By parameter: the step of its first sample, the step of its last change, whether it has ever
+    # had a gradient, and the number of consecutive samples with a vanishing gradient.
     _seen: dict[str, int] = field(default_factory=dict, init=False)
     _changed: dict[str, int] = field(default_factory=dict, init=False)
     _lived: dict[str, bool] = field(default_factory=dict, init=False)
-    _faint: dict[str, int] = field(default_factory=dict, init=False)  # samples in a row
-    # RMS of weights: the first, the highest, and how many samples in a row were out of bounds.
+    _faint: dict[str, int] = field(default_factory=dict, init=False)
+    # By weight: first RMS, highest RMS, and number of consecutive samples out of bounds.
     _first: dict[str, float] = field(default_factory=dict, init=False)
     _highest: dict[str, float] = field(default_factory=dict, init=False)
     _outside: dict[str, int] = field(default_factory=dict, init=False)
 
     def judge(self, step: int, parameters: Sequence[ParameterNumbers]) -> list[Verdict]:
-        """Take in a sample of the parameters of one optimizer."""
+        """Add a sample of the parameters of one optimizer and return verdicts."""
         verdicts = [*self._untrained(step, parameters), *self._vanishing(parameters)]
         for each in parameters:
             verdicts += self._size(each)
@@ -61,7 +62,7 @@ class ParameterRule(Learning):
         for each in parameters:
             name = each.name
             self._seen.setdefault(name, step)
-            # A sampled step may have none where others had, as of tasks in turn.
+            # With alternating tasks, other steps than the sampled ones may have a gradient.
             is_alive = each.gradient_norm != 0 or (each.had_gradient and not each.has_gradient)
             self._lived[name] = self._lived.get(name, False) or is_alive
             if each.is_changed is not False or name not in self._changed:

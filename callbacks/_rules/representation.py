@@ -1,4 +1,4 @@
-"""When features collapse or stand still, and when a logit scale is at its limit."""
+"""Rules for features that collapse or do not change, and for a logit scale at its limit."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -7,17 +7,18 @@ from lightning_mp.callbacks._rules.records import Learning, Verdict
 
 __all__ = ["RepresentationRule", "Sketch"]
 
-_FALLEN = 3.0  # times below the highest
-_START, _TWICE = 20, 2  # samples in a row: of features that never spread, of others
-_RANK_FALLEN, _FULL = 8.0, 8.0  # times below the highest; ranks that can fall so far
-_STANDS = 5  # samples of one scale
-_UNCHANGED = 8  # samples in a row in which one tower stood still and another moved
-# Squared distances from the first sample, in units of what sampling explains: 1 is expected of a
-# tower that does not change, with a deviation of about 0.4 for 32 statistics that depend on each
-# other.
+_FALLEN = 3.0  # factor by which the spread is below its maximum
+# Consecutive samples of an alarm: for features that never spread, and for others.
+_START, _TWICE = 20, 2
+_RANK_FALLEN = 8.0  # factor by which the effective rank is below its maximum
+_FULL = 8.0  # least maximum of a rank that can fall by this factor
+_STANDS = 5  # samples with the same logit scale
+_UNCHANGED = 8  # consecutive samples in which one tower did not change and another did
+# Squared distance from the first sample, relative to the sampling error. A tower that does not
+# change has an expected distance of 1, with a deviation of about 0.4 for 32 dependent statistics.
 _STILL, _MOVED = 2.5, 5.0
 
-Sketch = list[tuple[float, float]]  # some means over the features, and their squared errors
+Sketch = list[tuple[float, float]]  # means of some features, and their squared standard errors
 
 
 @dataclass(eq=False)
@@ -26,20 +27,21 @@ class RepresentationRule(Learning):
 
     min_spread: float
     _samples: dict[str, int] = field(default_factory=dict, init=False)
-    # By name of features: the highest so far, and samples in a row that were too low.
+    # By name of the features: highest values so far, and numbers of consecutive low samples.
     _spread: dict[str, float] = field(default_factory=dict, init=False)
     _rank: dict[str, float] = field(default_factory=dict, init=False)
     _low: dict[str, int] = field(default_factory=dict, init=False)
     _flat: dict[str, int] = field(default_factory=dict, init=False)
-    _sketch: dict[str, Sketch] = field(default_factory=dict, init=False)  # the first one
-    _still: dict[str, int] = field(default_factory=dict, init=False)  # samples in a row
-    # By name of the loss: its scale, samples in a row that had it, and whether it ever moved.
+    _sketch: dict[str, Sketch] = field(default_factory=dict, init=False)  # of the first sample
+    _still: dict[str, int] = field(default_factory=dict, init=False)  # consecutive samples
+    # By name of the loss: logit scale, number of consecutive samples with this value, and whether
+    # the scale has ever changed.
     _scale: dict[str, float] = field(default_factory=dict, init=False)
     _same: dict[str, int] = field(default_factory=dict, init=False)
     _moved: dict[str, bool] = field(default_factory=dict, init=False)
 
     def features(self, name: str, spread: float, rank: float) -> Iterator[Verdict]:
-        """Take in a sample of features: spread in [0, 1] and effective rank."""
+        """Add a sample of features, with their spread in [0, 1] and effective rank."""
         samples = self._samples[name] = self._samples.get(name, 0) + 1
         highest = self._spread[name] = max(self._spread.get(name, 0.0), spread)
         low = self._low[name] = self._low.get(name, 0) + 1 if spread < self.min_spread else 0
@@ -59,7 +61,7 @@ class RepresentationRule(Learning):
             yield Verdict("feature_rank", rank, limit, "warning", name, numbers={"usual": full})
 
     def unchanged(self, sketches: Mapping[str, Sketch]) -> Iterator[Verdict]:
-        """Take in a sample of all trainable towers; name those that stand still beside others."""
+        """Add a sample of all trainable towers; report towers that do not change while one does."""
         moved = dict[str, float]()
         for name, sketch in sketches.items():
             first = self._sketch.setdefault(name, sketch)
@@ -75,7 +77,7 @@ class RepresentationRule(Learning):
                 yield replace(verdict, numbers={"other": most, "times": moved[most]})
 
     def scale(self, name: str, value: float) -> Iterator[Verdict]:
-        """Take in a sample of a scale that is trained."""
+        """Add a sample of a trainable logit scale."""
         before = self._scale.get(name, value)
         self._moved[name] = self._moved.get(name, False) or value != before
         same = self._same[name] = self._same.get(name, 0) + 1 if value == before else 1

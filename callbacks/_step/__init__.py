@@ -1,1 +1,1 @@
-"""What a training step was, and how it is sampled, skipped or taken back."""
+"""Reads, samples, skips and rewinds training steps."""

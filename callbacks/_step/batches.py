@@ -1,4 +1,4 @@
-"""What is inside of batches and of what modules return; batches as they came."""
+"""Finds the tensors of batches and outputs; keeps and saves the batches of the latest steps."""
 
 import copy
 import uuid
@@ -22,13 +22,13 @@ from lightning_mp.callbacks._words.usage import usage
 
 __all__ = ["BatchKeeper", "copy_containers", "loss_in", "named_tensors", "tensors_in"]
 
-_MOST_FILES = 20  # of a run: batches of images fill a disk
-_PATIENCE = timedelta(seconds=20)  # while another rank writes
+_MOST_FILES = 20  # per run, because batches of images fill a disk
+_PATIENCE = timedelta(seconds=20)  # for the rank that writes the file
 
 
 # Lightning's `apply_to_collection` does not copy objects of other classes, such as PyG's.
 def copy_containers(value: Any) -> Any:
-    """Return a batch with copied containers, as steps may do `batch.pop("labels")`."""
+    """Return a batch with copied containers, because a step may call `batch.pop("labels")`."""
     if isinstance(value, Tensor | str | bytes | int | float | None):
         return value
     try:
@@ -37,29 +37,30 @@ def copy_containers(value: Any) -> Any:
             return opened.close([copy_containers(item) for item in opened.items])
         copied = copy.copy(value)
         vars(copied).update({k: copy_containers(each) for k, each in vars(value).items()})
-    except Exception:  # it forbids that; then it is kept as it is
+    except Exception:  # the object cannot be copied; return the object itself
         return value
     return copied
 
 
 class BatchKeeper:
-    """Holds the batches of the newest steps, and writes those of a step to a file of the run."""
+    """Holds the batches of the latest steps and saves those of a step to a file."""
 
-    # Made on all ranks, as both are broadcast.
+    # All ranks must construct it together, because `log_dir` and the key are broadcast.
     def __init__(self, trainer: pl.Trainer) -> None:
         self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "bad_batches"
         self._key = trainer.strategy.broadcast(uuid.uuid4().hex)
         self._held: dict[int, list[Any]] = {}
-        self._paths: dict[tuple[int, int], str | None] = {}  # by step and rank; `None` has failed
+        # By step and rank; `None` if the file could not be written.
+        self._paths: dict[tuple[int, int], str | None] = {}
         self._failures, self._patience = Failures(usage), _PATIENCE
 
     def hold(self, step: int, batch: Any, oldest: int) -> None:
-        """Keep a batch of a step, and none of steps before `oldest`."""
+        """Keep a batch of a step, and drop batches of steps before `oldest`."""
         self._held = {at: each for at, each in self._held.items() if at >= oldest}
         self._held.setdefault(step, []).append(copy_containers(batch))
 
     def save(self, trainer: pl.Trainer, facts: StepFacts) -> str | None:
-        """Write the batches of a step on the rank to look at; return its path if there."""
+        """Save the batches of a step on the rank that `facts` name; return the path, if any."""
         key = facts.step, facts.rank
         if key not in self._paths:
             if facts.step not in self._held or len(self._paths) >= _MOST_FILES:
@@ -78,27 +79,27 @@ class BatchKeeper:
         return None
 
     def _tell(self, key: tuple[int, int], is_mine: bool, path: str | None) -> str | None:
-        """Tell the other ranks what this one has written, or wait to be told; return the path."""
-        # Not by a collective, which would wait for good where one rank alone raises the alarm.
+        """Share the path with the other ranks, or wait for it; return the path."""
+        # If only one rank raises the alarm, a collective would wait forever.
         name = f"{self._key} {key}"
-        with suppress(Exception):  # no rank has told in time, or there is no store
+        with suppress(Exception):  # no rank has shared a path in time, or there is no store
             store = dist.distributed_c10d._get_default_store()
             if is_mine:
                 store.set(name, path or "")
                 return path
             store.wait([name], self._patience)
             return store.get(name).decode() or None
-        self._patience = timedelta(milliseconds=1)  # not to be waited for again
+        self._patience = timedelta(milliseconds=1)  # do not wait again
         return path
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in what `training_step` returned."""
+    """Return the loss in the output of `training_step`."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) and loss.is_floating_point() else None
 
 
-_DEEPEST = 8  # levels of nesting that are looked into: objects may hold themselves
+_DEEPEST = 8  # highest level of nesting, because objects may contain themselves
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

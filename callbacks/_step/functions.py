@@ -1,4 +1,4 @@
-"""What functions inside of modules are called with: attention, output logits, routers of experts.
+"""Observes functions that modules call: attention, cross-entropy, and routers of experts.
 
 Legend: B batch, H heads, L queries, S keys, E width of a head or number of experts, C classes,
 R rows.
@@ -16,17 +16,16 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["FunctionMode", "entropy_share", "logits_of"]
 
-_SAMPLES, _QUERIES = 4, 256  # of a call of attention that are looked at
-_ROWS = 1024  # of output logits
-_MASKED = -1e4  # what is added to logits to take them out, in fp16 and wider
+_SAMPLES, _QUERIES = 4, 256  # samples and queries of attention that are measured
+_ROWS = 1024  # rows of output logits that are measured
+_MASKED = -1e4  # logits at or below this value are masked; fp16 can represent it
 _MOST_EXPERTS = 512
 
 
 class FunctionMode(TorchFunctionMode):
-    """Calls `look` with the innermost module that runs, and with tensors by kind.
+    """Calls `look` with the name of the innermost running module, and with tensors by kind.
 
-    A mode, because attention, a loss and `topk` are functions, whose arguments no module's hooks
-    see.
+    Module hooks cannot see the arguments of functions such as attention, a loss or `topk`.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class FunctionMode(TorchFunctionMode):
         return output
 
     def _running(self) -> str | None:
-        # torch does not say which module calls; the frames of the callers do.
+        # The frames of the callers tell which module calls the function.
         frame = sys._getframe(2)
         while frame is not None:
             module = frame.f_locals.get("self")
@@ -71,10 +70,10 @@ class FunctionMode(TorchFunctionMode):
     def _of_choice(
         self, name: str, output: Any, scores: Tensor, *_: Any, **__: Any
     ) -> dict[str, Tensor]:
-        """Return how often each expert was chosen and by how many tokens, if there are experts."""
+        """Return how often each expert was chosen and the number of tokens; empty if no experts."""
         chosen = output if isinstance(output, Tensor) else output[1]
         count = scores.shape[-1] if scores.ndim > 1 else 0
-        is_last = chosen.shape[: scores.ndim - 1] == scores.shape[:-1]  # chosen along the last one
+        is_last = chosen.shape[: scores.ndim - 1] == scores.shape[:-1]  # along the last dimension
         if not (1 < count <= _MOST_EXPERTS and is_last and chosen.numel()):
             return {}
         key = name, count
@@ -92,7 +91,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 def _holds_experts(module: nn.Module, count: int) -> bool:
-    """Return whether a module holds so many experts, in a list or stacked in one parameter."""
+    """Return whether a module holds `count` experts, in a list or stacked in one parameter."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return len(module) == count
     stacked = (p for p in module.parameters(recurse=False) if p.ndim == 3)
@@ -100,12 +99,13 @@ def _holds_experts(module: nn.Module, count: int) -> bool:
 
 
 def entropy_share(logits: Tensor) -> Tensor:
-    """Return the mean entropy of a softmax, as a share of the highest: 1 uniform, 0 one-hot.
+    """Return the mean entropy of a softmax relative to its maximum: 1 if uniform, 0 if one-hot.
 
-    Rows with fewer than two logits that are not masked do not count.
+    Rows with fewer than two unmasked logits do not count.
     """
     log_p = logits.log_softmax(dim=-1)
-    entropy = -(log_p.exp() * log_p).nan_to_num(nan=0.0).sum(dim=-1)  # of masked ones 0 * -inf
+    # For masked logits, p log p is 0 * -inf.
+    entropy = -(log_p.exp() * log_p).nan_to_num(nan=0.0).sum(dim=-1)
     seen = (logits > -torch.inf).sum(dim=-1)
     is_open = seen > 1
     shares = torch.where(is_open, entropy / seen.clamp(min=2).log(), 0.0)
@@ -115,13 +115,13 @@ def entropy_share(logits: Tensor) -> Tensor:
 def _of_attention(logits: Tensor | None) -> dict[str, Tensor]:
     if logits is None:
         return {}
-    sharpness = 1 / entropy_share(logits).clamp(min=1e-6)  # grows, as logits do
+    sharpness = 1 / entropy_share(logits).clamp(min=1e-6)  # grows with the logits
     finite = logits.masked_fill(logits == -torch.inf, 0.0)
     return {"attention_logit": finite, "attention_entropy": sharpness}
 
 
 def _of_loss(input: Tensor, *_: Any, **__: Any) -> dict[str, Tensor]:
-    """Return the logits of some rows of a cross-entropy, and the RMS of their log Z."""
+    """Return the logits of some rows of a cross-entropy and the RMS of their log Z."""
     logits = input  # torch's name for the argument
     rows_RC = (logits.detach().movedim(1, -1) if logits.ndim > 1 else logits[None]).flatten(0, -2)
     rows_RC = rows_RC[:: -(-len(rows_RC) // _ROWS) or 1].float()
@@ -139,8 +139,8 @@ def logits_of(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return logits_BHLS of `F.scaled_dot_product_attention` in fp32, -inf where masked."""
-    # Of 4 samples and 256 queries: all would take the memory that fused attention saves.
+    """Return some logits_BHLS of `F.scaled_dot_product_attention` in fp32, -inf where masked."""
+    # All logits would need the memory that fused attention saves.
     stride = -(-query.shape[-2] // _QUERIES)
     rows_L = torch.arange(0, query.shape[-2], stride, device=query.device)
     has_batch = query.ndim > 2
@@ -165,7 +165,7 @@ def logits_of(
 
 
 def _projected_logits(*args: Any, **kwargs: Any) -> Tensor:
-    """Return `logits_of` what `F.multi_head_attention_forward` makes of these arguments."""
+    """Return `logits_of` the projections in `F.multi_head_attention_forward`."""
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     query_LBE, key_SBE = (x if x.ndim == 3 else x[:, None] for x in (given["query"], given["key"]))
     is_apart, packed = given.get("use_separate_proj_weight"), given["in_proj_weight"]
@@ -190,14 +190,14 @@ def _projected_logits(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _added(mask: Tensor | None) -> Tensor | None:
-    """Return what a mask of `nn.MultiheadAttention`, true where nothing is seen, adds to logits."""
+    """Return the additive form of a mask of `nn.MultiheadAttention`, which is true where masked."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, -torch.inf)
 
 
 def _of_softmax(logits: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:
-    """Return logits in fp32, -inf where masked; `None` for the softmax of anything else."""
+    """Return logits in fp32, -inf where masked; `None` if this is not a softmax of attention."""
     if logits.ndim != 4 or dim not in (-1, 3):
         return None
     kept = logits.detach()[:_SAMPLES, :, :: -(-logits.shape[-2] // _QUERIES)].float()
@@ -206,9 +206,9 @@ def _of_softmax(logits: Tensor, dim: int | None = None, *_: Any, **__: Any) -> T
 
 _ATTENTIONS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     F.scaled_dot_product_attention: logits_of,
-    # `nn.MultiheadAttention` calls it; no mode sees the calls inside it.
+    # `nn.MultiheadAttention` calls this function; the mode does not see the calls inside it.
     F.multi_head_attention_forward: _projected_logits,
-    # Eager attention, as Hugging Face's.
+    # Eager attention, for example of Hugging Face models.
     F.softmax: _of_softmax,
     torch.softmax: _of_softmax,
     Tensor.softmax: _of_softmax,

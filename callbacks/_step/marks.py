@@ -1,4 +1,4 @@
-"""Checkpoints to rewind to: in memory where they fit, else on disk, where none leaks."""
+"""Stores the marks of `SpikeGuard`: in memory if they fit, otherwise on disk without leaks."""
 
 import inspect
 import io
@@ -28,7 +28,7 @@ from lightning_mp.callbacks._words.usage import usage
 __all__ = ["Mark", "MarkStore"]
 
 _NAME = re.compile("spike_guard-[0-9a-f]{8}")
-# A checkpoint is a file or, with shards, a folder as torch and DeepSpeed fill it. A killed run may
+# A checkpoint is a file or, with shards, a folder that torch or DeepSpeed writes. A killed run may
 # leave a temporary file.
 _OWN = re.compile(
     r"\.step=\d+\.ckpt\.\d+"
@@ -38,26 +38,27 @@ _OWN = re.compile(
 
 @dataclass
 class Mark:
-    """A place to go back to."""
+    """A checkpoint to rewind to, with the state of the loops before a step."""
 
-    path: str  # of the checkpoint; in memory, no file has it
-    step: int  # the loggers' step that was next
-    global_step: int  # optimizer steps completed by then
-    schedule_steps: int  # and steps of LR schedules
-    position: int  # batches taken from the data, over all epochs; after a rewind, where it went on
-    lr_factor: float = 1.0  # what rewinds had multiplied learning rates by
+    path: str  # of the checkpoint; only a key if the mark is in memory
+    step: int  # optimizer steps attempted before, the axis of loggers
+    global_step: int  # optimizer steps completed before
+    schedule_steps: int  # steps of LR schedules completed before
+    # Batches taken from the data over all epochs; after a rewind, the batch training resumed from.
+    position: int
+    lr_factor: float = 1.0  # factor by which earlier rewinds had multiplied learning rates
 
 
 class MarkStore:
-    """Writes, reads and removes the checkpoints of marks; all methods on all ranks.
+    """Writes, reads and removes the checkpoints of marks. All ranks call all methods.
 
-    On disk they are in a folder that is signed, and locked while its run lives: the next run in the
-    place of that one removes what nobody has locked.
+    On disk, marks are in a signed folder that is locked while its run lives. The next run with the
+    same parent folder removes folders that no run has locked.
     """
 
     def __init__(self, *, dirpath: str | None, storage: str, memory_gb: float) -> None:
         self.dirpath, self.storage, self.memory_gb = dirpath, storage, memory_gb
-        self.bytes = 0  # of the newest
+        self.bytes = 0  # size of the latest checkpoint
         self.is_in_memory = storage != "disk"
         self._held: dict[str, io.BytesIO] = {}
         self._rng: dict[str, Any] = {}  # of this rank, by path
@@ -65,7 +66,7 @@ class MarkStore:
         self._failures = Failures(usage)
 
     def start(self, trainer: pl.Trainer, marks: list[Mark]) -> list[Mark]:
-        """Find a folder, remove what killed runs have left; return the marks that are there."""
+        """Choose a folder and remove those of killed runs; return the marks that still exist."""
         if self.storage == "memory" and is_sharded(trainer):
             name = type(trainer.strategy).__name__
             raise MisconfigurationException(usage("shards_in_memory", strategy=name))
@@ -84,7 +85,7 @@ class MarkStore:
         return [mark for mark in marks if Path(mark.path).parent == path]
 
     def _earlier(self, marks: list[Mark]) -> SignedFolder | None:
-        """Return the folder of the run that is resumed, with no files but its marks."""
+        """Return the folder of the resumed run, after removing files other than its marks."""
         paths = [Path(mark.path) for mark in marks if Path(mark.path).exists()]
         if not paths or not _NAME.fullmatch(paths[-1].parent.name):
             return None
@@ -98,11 +99,11 @@ class MarkStore:
         return str(self._folder.path / f"step={step}.ckpt")
 
     def write(self, trainer: pl.Trainer, mark: Mark, most: int) -> bool:
-        """Take a checkpoint, of which there are `most` at a time; `False` where a rank cannot."""
+        """Write a checkpoint, of which there are `most` at a time; `False` if a rank fails."""
         if self.storage == "auto" and self.is_in_memory:
             fits = most * _bytes_of(trainer) <= self.memory_gb * 1e9 and not is_sharded(trainer)
             self.is_in_memory = trainer.strategy.reduce_boolean_decision(fits, all=True)
-        # Before ranks write together, as one that fails then may leave the others waiting.
+        # A rank that fails while all write would leave the others waiting, so prepare first.
         if not self._done(trainer, partial(self._prepare, trainer)):
             return False
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
@@ -112,21 +113,21 @@ class MarkStore:
         return False
 
     def _done(self, trainer: pl.Trainer, effect: Callable[[], None]) -> bool:
-        """Return whether an effect has come about on all ranks."""
+        """Return whether `effect` succeeds on all ranks."""
         is_done = self._failures.tried("mark_not_written", effect, path=str(self._folder.path))
         return trainer.strategy.reduce_boolean_decision(is_done, all=True)
 
     def _prepare(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero and not self.is_in_memory:  # a run without marks has no folder
             self._folder.make()
-        elif is_sharded(trainer):  # every rank writes, maybe on a host of its own
+        elif is_sharded(trainer):  # every rank writes, maybe on another host
             self._folder.path.mkdir(parents=True, exist_ok=True)
 
     def _put(self, trainer: pl.Trainer, path: str, checkpoint: dict[str, Any]) -> None:
         if self.is_in_memory:
-            # Nothing goes back to them, and they may refuse to be pickled.
+            # A rewind does not restore hyperparameters, and they may fail to pickle.
             checkpoint.pop(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, None)
-            # Pickled, as the optimizer goes on to write into the tensors of its state.
+            # Copied by pickling, because the optimizer updates its state in place.
             held = io.BytesIO()
             torch.save(checkpoint, held)
             self._held[path], self.bytes = held, held.tell()
@@ -136,28 +137,28 @@ class MarkStore:
 
     def _save(self, trainer: pl.Trainer, path: str, checkpoint: dict[str, Any]) -> None:
         strategy, theirs = trainer.strategy, trainer.strategy.checkpoint_io
-        if type(theirs) is TorchCheckpointIO:  # what another one writes, only that can read
+        if type(theirs) is TorchCheckpointIO:  # only another class can read its own format
             strategy.checkpoint_io = _WholeFiles()
         try:
             strategy.save_checkpoint(checkpoint, path)
-        except CheckpointException as error:  # of all ranks together; it is no `Exception`
+        except CheckpointException as error:  # not an `Exception`; holds the errors of all ranks
             raise next(iter(error.failures.values()))[0] from None
         finally:
             strategy.checkpoint_io = theirs
-        # With shards it is a folder.
+        # With shards, the checkpoint is a folder.
         files = [Path(path), *Path(path).rglob("*")]
         self.bytes = sum(file.stat().st_size for file in files if file.is_file())
 
     def read(self, trainer: pl.Trainer, mark: Mark) -> tuple[dict[str, Any] | None, Any]:
-        """Return a checkpoint and random states, `None` for what some rank cannot read."""
+        """Return a checkpoint and the random state; the checkpoint is `None` if a rank fails."""
         checkpoint: dict[str, Any] | None = None
-        with suppress(Exception, CheckpointException):  # of any kind, where a file is not whole
+        with suppress(Exception, CheckpointException):  # a truncated file raises any exception
             if held := self._held.get(mark.path):
                 held.seek(0)
                 checkpoint = torch.load(held, map_location="cpu", weights_only=False)
             elif trainer.strategy.reduce_boolean_decision(Path(mark.path).exists(), all=True):
                 checkpoint = _load(trainer, mark.path)
-        # A mark that one rank cannot read is none: ranks must go back to the same one.
+        # All ranks must rewind to the same mark.
         is_read = trainer.strategy.reduce_boolean_decision(checkpoint is not None, all=True)
         return checkpoint if is_read else None, self._rng.get(mark.path)
 
@@ -168,7 +169,7 @@ class MarkStore:
                 self._folder.remove([Path(mark.path).name])
 
     def close(self, *, is_over: bool) -> None:
-        """Let go of memory and folder; remove that unless a resumed run may go on with it."""
+        """Release memory and folder; remove the folder if no resumed run will need it."""
         self._held.clear()
         self._rng.clear()
         with self._failures.forgiven("marks_not_removed", path=str(self._folder.path)):
@@ -178,11 +179,11 @@ class MarkStore:
 
 
 class _WholeFiles(TorchCheckpointIO):
-    """Says what fails, where Lightning takes no permission for success, and leaves no half file."""
+    """Reports a `PermissionError`, which Lightning ignores, and leaves no partial file."""
 
     @override
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        # Not durable: the disk would hold up training, and a mark that is cut off is skipped.
+        # Not durable: a sync would delay training, and a truncated mark is skipped.
         save(Path(path), lambda file: torch.save(checkpoint, file), is_durable=False)
 
 
@@ -195,7 +196,7 @@ def _bytes_of(trainer: pl.Trainer) -> int:
 
 def _load(trainer: pl.Trainer, path: str) -> dict[str, Any]:
     load = trainer.strategy.load_checkpoint
-    # Lightning 2.6 reads weights only, unless told; before, it could not be told.
+    # Lightning 2.6 loads with `weights_only=True` by default; earlier versions lack the argument.
     is_told = "weights_only" in inspect.signature(load).parameters
     checkpoint: dict[str, Any] = load(path, weights_only=False) if is_told else load(path)
     return checkpoint

@@ -1,4 +1,4 @@
-"""Statistics of what modules return, and of what functions in them compute, in a sampled step."""
+"""Statistics of the outputs of modules, and of functions that they call, in a sampled step."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,47 +20,48 @@ __all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules"]
 
 
 class OutputKey(NamedTuple):
-    """What one row of a sample is about."""
+    """Key of one row of a sample."""
 
-    name: str  # the module's, dotted
-    kind: str  # such as `"activation"`, `"output_gradient"`, `"norm_input"`, `"attention_logit"`
+    name: str  # dotted name of the module
+    kind: str  # for example "activation", "output_gradient", "norm_input", "attention_logit"
     dtype: torch.dtype
 
 
 @dataclass(eq=False)
 class OutputSampler:
-    """Gathers statistics of modules over one training step: one row for all calls of a module."""
+    """Measures modules during one training step: one row for all calls of a module."""
 
-    modules: Mapping[str, nn.Module]  # by dotted name
-    backward: bool  # whether to look at gradients with respect to outputs as well
-    max_calls: int  # of a module to look at, the first ones
-    # Whose input is looked at: `x + f(x)` is the output of none, but of many a norm the input.
+    modules: Mapping[str, nn.Module]  # modules whose output is measured, by dotted name
+    backward: bool  # whether to measure gradients with respect to outputs as well
+    max_calls: int  # number of calls of a module that are measured, from the first
+    # Modules whose input is measured. The residual stream `x + f(x)` is the output of no module,
+    # but it is the input of many norms.
     norms: Mapping[str, nn.Module] = field(default_factory=dict)
     callers: Mapping[str, nn.Module] = field(default_factory=dict)  # that may call attention
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
     _hooks: ExitStack = field(default_factory=ExitStack, init=False)
     _rows: dict[OutputKey, list[Tensor]] = field(default_factory=dict, init=False)
-    is_running: bool = field(default=False, init=False)  # whether hooks are in place
+    is_running: bool = field(default=False, init=False)  # whether hooks are registered
 
     def start(self) -> None:
-        """Put hooks in place; those of another micro-batch go on."""
+        """Register the hooks; rows of earlier batches of the step are kept."""
         self.pause()
         self.is_running = bool(self.modules or self.norms)
         for name, module in self.modules.items():
-            hook = module.register_forward_hook(partial(self._look, name))
+            hook = module.register_forward_hook(partial(self._add_output, name))
             self._hooks.enter_context(hook)
-        for name, module in self.norms.items():  # before a precision plugin casts what comes in
-            look = partial(self._look_ahead, name)
-            self._hooks.enter_context(module.register_forward_pre_hook(look, prepend=True))
+        for name, module in self.norms.items():  # before a precision plugin casts the input
+            add = partial(self._add_norm_input, name)
+            self._hooks.enter_context(module.register_forward_pre_hook(add, prepend=True))
         if self.callers and self.is_running:
-            self._hooks.enter_context(FunctionMode(self.callers, self._look_at_function))
+            self._hooks.enter_context(FunctionMode(self.callers, self._add_function))
 
     def pause(self) -> None:
         self._hooks.close()
         self.is_running = False
 
     def stop(self) -> tuple[list[OutputKey], Tensor] | None:
-        """Remove the hooks, and return the rows, packed as by `pack_stats`; `None` without any."""
+        """Remove the hooks and return the rows of `pack_stats`; `None` if there are none."""
         self.pause()
         self._calls.clear()
         rows, self._rows = self._rows, {}
@@ -68,28 +69,29 @@ class OutputSampler:
             return None
         return list(rows), torch.stack([merge_rows(torch.cat(each)) for each in rows.values()])
 
-    def _look(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+    def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         for tensor in self._add(name, "activation", output):
             if self.backward and tensor.requires_grad:
-                tensor.register_hook(partial(self._look_back, name))
+                tensor.register_hook(partial(self._add_gradient, name))
 
-    def _look_back(self, name: str, gradient: Tensor) -> None:
+    def _add_gradient(self, name: str, gradient: Tensor) -> None:
         self._add(name, "output_gradient", gradient)
 
-    def _look_ahead(self, name: str, _: nn.Module, inputs: Any) -> None:
+    def _add_norm_input(self, name: str, _: nn.Module, inputs: Any) -> None:
         self._add(name, "norm_input", inputs[:1])
 
-    def _look_at_function(self, name: str, found: Mapping[str, Tensor]) -> None:
-        for kind, value in found.items():
+    def _add_function(self, name: str, values: Mapping[str, Tensor]) -> None:
+        for kind, value in values.items():
             if kind == "expert":
                 self._add_experts(name, value)
             else:
                 self._add(name, kind, value)
 
     def _add_experts(self, name: str, counts_2E: Tensor) -> None:
-        """Take in a router's choices and tokens: a row for each expert, which further calls add to.
+        """Add a row for each expert of a router; rows of further calls are added to it.
 
-        Choices stand in the column of a sum, tokens in the last one, as the sizes of tensors do.
+        The number of times that the expert was chosen is stored as a sum of squares, the number
+        of tokens as the number of values.
         """
         wide = state_dtype(counts_2E.device)
         rows_EK = counts_2E.new_zeros(counts_2E.shape[1], len(StatField) + 1, dtype=wide)
@@ -98,14 +100,14 @@ class OutputSampler:
             self._rows.setdefault(OutputKey(f"{name}[{index}]", "expert", wide), []).append(row_1K)
 
     def _add(self, name: str, kind: str, value: Any) -> list[Tensor]:
-        """Take in the tensors of a call, and return them; nothing of calls that are too many."""
+        """Add the tensors of a call and return them; return nothing after `max_calls` calls."""
         tensors = [t for t in tensors_in(value) if t.dtype in VALUE_DTYPES and t.numel()]
-        if kind != "output_gradient":  # which only calls that were looked at have
+        if kind != "output_gradient":  # only measured calls have gradient hooks
             self._calls[name, kind] += bool(tensors)
-        # After the step that was sampled there may be another backward, of a graph that was kept.
+        # After the sampled step, there may be another backward of a retained graph.
         if not self.is_running or self._calls[name, kind] > self.max_calls:
             return []
-        # Without the mode, which would be called by each of some 200 functions in here.
+        # `pack_stats` calls about 200 functions; none of them must reach the mode.
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
                 row = pack_stats([tensor.detach()])
@@ -114,9 +116,9 @@ class OutputSampler:
 
 
 def eager_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose hooks run outside of compiled code, under their dotted names."""
-    # `torch.compile` would trace the hooks of the others. A wrapper that it makes runs eagerly;
-    # nothing does of a module compiled in place, or whose `training_step` is compiled.
+    """Yield the modules whose hooks run outside compiled code, under their dotted names."""
+    # `torch.compile` would trace hooks of compiled modules. `OptimizedModule` itself runs eagerly;
+    # a module that is compiled in place, or whose `training_step` is compiled, does not.
     is_whole = getattr(root, "_compiler_ctx", None) is not None  # set by Lightning
     if is_whole or root._compiled_call_impl is not None:
         return
@@ -127,7 +129,7 @@ def eager_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def blocks_in(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules of several parts that stand in a list with others of their class."""
+    """Yield modules with children that are in a container with other modules of their class."""
     for module in root.modules():
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             members = list(module.children())

@@ -1,4 +1,4 @@
-"""Reads every step once for all monitors of a Trainer; brings what they observe to the host."""
+"""Reads every step once for all monitors of a Trainer and copies observations to the host."""
 
 import logging
 import math
@@ -34,30 +34,31 @@ from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
 _log = logging.getLogger(__name__)
-_LATE = 2  # steps that a sample may arrive after the facts of its step
+_LATE = 2  # steps by which a sample may arrive after the facts of its step
 
 __all__ = ["FactsRecorder", "facts_of", "recorder_of", "without_raising"]
 
 
 @dataclass
 class _Pending:
-    """A step whose batch is not over: what the host knows, and numbers on the device."""
+    """A step before the end of its batch: facts that the host knows, and tensors on the device."""
 
     facts: StepFacts
-    names: list[str]  # of the gradients that were measured
-    parts: dict[Any, Tensor] = field(default_factory=dict)  # by name of a fact, or by monitor
+    names: list[str]  # parameters with a measured gradient
+    parts: dict[Any, Tensor] = field(default_factory=dict)  # by name of a fact or by monitor
     context: dict[Any, dict[str, Any]] = field(default_factory=dict)  # by monitor
 
 
 class FactsRecorder(pl.Callback):
-    """Reads every step once; the monitors of a Trainer share one.
+    """Reads every step once for all monitors of a Trainer.
 
-    Before each optimizer step, or at the end of the batch, monitors `observe`. What they return
-    travels to the host with the facts of the step, in one copy. A step or two later they `judge`.
+    It calls `observe` of the monitors before each optimizer step, or at the end of the batch. One
+    copy brings their tensors and the facts of the step to the host; one or two steps later, it
+    calls `judge`.
     """
 
     def __init__(self) -> None:
-        self.highest_rates: dict[int, float] = {}  # by optimizer; in the checkpoints of monitors
+        self.highest_rates: dict[int, float] = {}  # by optimizer; monitors save it in checkpoints
         self._names: dict[int, str] = {}
         self._hooks = ExitStack()
         self._readback = AsyncReadback()
@@ -65,7 +66,7 @@ class FactsRecorder(pl.Callback):
 
     def _reset(self) -> None:
         self._hooks.close()
-        with suppress(RuntimeError):  # of a device that has failed
+        with suppress(RuntimeError):  # the device may have failed
             self._readback.drain()
         self.trainer: Any = None  # while training
         self._monitors: list[Any] = []
@@ -74,27 +75,28 @@ class FactsRecorder(pl.Callback):
         self._pending: list[_Pending] = []
         self._arrived: deque[tuple[StepFacts, dict[Any, Sample]]] = deque()
         self.now: StepFacts | None = None
-        self.newest: StepFacts | None = None  # of those that have arrived
-        self.newest_loss: Tensor | None = None  # unscaled, of the last backward
-        self.skipped: bool | None = None  # the last step; `None` while only `newest` will tell
+        self.newest: StepFacts | None = None  # the latest facts that have arrived
+        self.newest_loss: Tensor | None = None  # unscaled loss of the last backward
+        # Whether the last step was skipped; `None` until its facts arrive in `newest`.
+        self.skipped: bool | None = None
         self.step: TrainingStep | None = None  # of the optimizer that is about to step
-        self.located: Alarm | None = None  # of what is not finite since then
-        self.batches: BatchKeeper | None = None  # where one of the callbacks has `save_batch`
+        self.located: Alarm | None = None  # the locator's alarm, until a loss is finite again
+        self.batches: BatchKeeper | None = None  # if a callback has `save_batch`
         self._losses: list[Tensor] = []  # since the last optimizer step
 
     # --- for monitors ----------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, receive: Callable[[npt.NDArray[Any]], None]) -> None:
-        """Start to copy a tensor to the host, which `receive` is called with when it is there."""
+        """Start to copy a tensor to the host; call `receive` with the array when it arrives."""
         self._readback.submit(self.now.step if self.now else 0, tensor, receive=receive)
 
     def drain(self) -> None:
-        """Wait for everything on its way, for those that must know before a step."""
+        """Wait for all pending copies and receive them."""
         for each in self._readback.drain():
             each.context["receive"](each.array)
 
     def deliver(self) -> None:
-        """Have all monitors judge the steps that have arrived, and raise their alarms."""
+        """Let all monitors judge the steps that have arrived, and raise their alarms."""
         while self._arrived and self.trainer is not None:
             facts, samples = self._arrived.popleft()
             for monitor in self._monitors:
@@ -104,13 +106,13 @@ class FactsRecorder(pl.Callback):
                         monitor.say(self.trainer, verdict, facts)
 
     def finish(self) -> None:
-        """Wait for what is on its way, the step about to be made too, and have it judged."""
+        """Submit the current step as well, wait for all pending copies, and judge them."""
         if self.trainer is not None:
             self._submit(self.trainer)
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Wait for what is on its way, and have it judged."""
+        """Wait for all pending copies and judge them."""
         self.drain()
         self.deliver()
 
@@ -120,11 +122,11 @@ class FactsRecorder(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._reset()
         self._names, self.trainer = parameter_names(pl_module), trainer
-        # Decided by what is attached, not by what has arrived so far, as all ranks must agree.
+        # All ranks must agree, so this depends only on the callbacks of the Trainer.
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._monitors = [c for c in callbacks if getattr(c, "recorder", None) is self]
         self._measures_norm = any(monitor.needs_gradient_norm for monitor in self._monitors)
-        # Monitors act on what arrives, on all ranks at the same step.
+        # Monitors act on arrived facts, so facts must arrive at the same step on all ranks.
         is_late = trainer.strategy.root_device.type != "cpu"
         self._is_lockstep = trainer.world_size > 1 and is_late
         if any(monitor.save_batch for monitor in self._monitors):
@@ -142,7 +144,8 @@ class FactsRecorder(pl.Callback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, _: Any, loss: Tensor) -> None:
-        # Lightning hands it over after the loss scale, and divided by the accumulated batches.
+        # Lightning has multiplied the loss by the loss scale and divided it by the accumulated
+        # batches.
         scale = loss_scale_of(trainer)
         self.newest_loss = loss.detach().float().mean() / (1.0 if scale is None else scale)
         self._losses.append(self.newest_loss)
@@ -151,9 +154,9 @@ class FactsRecorder(pl.Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         if self._is_lockstep:
-            # Lightning has waited for the device at the start of the batch: nothing is waited for.
+            # Lightning has waited for the device at the start of the batch, so this does not wait.
             self.drain()
-        # Of a `LightningOptimizer` the one inside, which `trainer.optimizers` holds.
+        # `trainer.optimizers` holds the optimizer inside a `LightningOptimizer`.
         plain, scale = getattr(optimizer, "optimizer", optimizer), loss_scale_of(trainer)
         lr = next((group.get("lr") for group in optimizer.param_groups), None)
         self.now = replace(
@@ -165,11 +168,11 @@ class FactsRecorder(pl.Callback):
             loss_scale=scale if isinstance(scale, float) else None,
         )
         loss = self._take_loss(trainer)
-        if loss is not None:  # a `training_step` that returned None is not skipped for overflow
+        if loss is not None:  # if `training_step` returned `None`, the scaler skips nothing
             self._due.add(plain)
         pending = _Pending(self.now, [])
         step = self.step = TrainingStep(trainer, self.now, plain, self._names, self.newest_loss)
-        # Without both `training_step` returned None. Ranks cannot know that of each other.
+        # Without gradients and loss, `training_step` returned `None`; other ranks cannot know.
         if self._measures_norm and (
             step.found.gradients or loss is not None or trainer.world_size > 1
         ):
@@ -178,7 +181,7 @@ class FactsRecorder(pl.Callback):
             pending.parts["signals"] = step.signals.packed
             pending.names = step.found.names
         numbers = {"loss": loss, "lr": lr, "loss_scale": scale}
-        # Cloned, as the scaler and schedules change theirs in place before the copy is made.
+        # Cloned, because scaler and schedules change their tensors in place before the copy.
         pending.parts |= {
             k: v.detach().reshape(()).clone() for k, v in numbers.items() if isinstance(v, Tensor)
         }
@@ -190,11 +193,11 @@ class FactsRecorder(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, *__: Any) -> None:
         loss = loss_in(outputs)
         if self._pending and "loss" not in self._pending[-1].parts and loss is not None:
-            # In manual optimization a backward may pass Lightning by.
+            # In manual optimization, a backward may bypass Lightning.
             self._pending[-1].parts["loss"] = loss.detach().float().mean()
         self._observe("batch end")
         self._submit(trainer)
-        # On a GPU one rank may have what another one still waits for.
+        # On a GPU, copies may be ready on one rank and pending on another.
         for each in () if self._is_lockstep else self._readback.ready():
             each.context["receive"](each.array)
         self.deliver()
@@ -205,7 +208,7 @@ class FactsRecorder(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        # Of a device that has failed nothing comes back.
+        # A device that has failed returns nothing.
         with without_raising(self), suppress(RuntimeError):
             self.finish()
 
@@ -224,7 +227,7 @@ class FactsRecorder(pl.Callback):
         pending = self._pending[-1]
         for monitor in (each for each in self._monitors if each.moment == moment):
             step.context = {}
-            # A mode that a monitor has in place for the model is not for the statistics.
+            # A monitor's mode for the model must not see the functions of the statistics.
             with torch._C.DisableTorchFunction():
                 seen = monitor.observe(step)
             if seen is not None:
@@ -238,11 +241,11 @@ class FactsRecorder(pl.Callback):
         total = sum(losses[1:], start=losses[0])
         if not trainer.lightning_module.automatic_optimization:
             return total
-        # Lightning divides by the batches of a full step; the last of an epoch may have fewer.
+        # Lightning divides by the batches of a full step; the last step of an epoch may have fewer.
         return total * (trainer.accumulate_grad_batches / len(losses))
 
     def _submit(self, trainer: pl.Trainer) -> None:
-        """Send the steps of the batch on their way, now that their outcome is known."""
+        """Start to copy the steps of the batch, whose outcome is known now."""
         pending, self._pending = self._pending, []
         self.step = None
         if not pending:
@@ -253,7 +256,7 @@ class FactsRecorder(pl.Callback):
         for each in pending:
             known = after if isinstance(after, float) else None
             facts = replace(each.facts, skipped=self.skipped, next_loss_scale=known)
-            if isinstance(after, Tensor):  # of torch's scaler: read here, it would be a host sync
+            if isinstance(after, Tensor):  # torch's scaler; reading it here would be a host sync
                 each.parts["next_loss_scale"] = after.detach().reshape(())
             shapes = {key: tuple(part.shape) for key, part in each.parts.items()}
             parts = (part.detach().reshape(-1) for part in each.parts.values())
@@ -263,9 +266,9 @@ class FactsRecorder(pl.Callback):
         self.now = facts
 
     def _outcome(self, trainer: pl.Trainer) -> bool | None:
-        """Return whether the step was skipped; `None` where only the scale can tell, later."""
-        # torch's `GradScaler` does not say whether it skipped: a step that was due and not called
-        # was. It always calls fused optimizers, which skip on the device.
+        """Return whether the step was skipped; `None` if the next loss scale will tell."""
+        # torch's `GradScaler` does not report skipped steps: a step was skipped if it was due and
+        # the optimizer was not called. Fused optimizers are always called and skip on the device.
         due, self._due = self._due, set()
         scaler = scaler_of(trainer)
         if isinstance(trainer.precision_plugin, ScaledPrecision):
@@ -282,7 +285,7 @@ class FactsRecorder(pl.Callback):
         context: dict[Any, dict[str, Any]],
         array: npt.NDArray[Any],
     ) -> None:
-        """Put the numbers that have arrived into the facts of their step, and into samples."""
+        """Add the arrived numbers to the facts of their step and to samples."""
         ends = np.cumsum([int(np.prod(shape)) for shape in shapes.values()], dtype=int)
         split = zip(shapes.items(), np.split(array, ends), strict=False)
         parts = {key: part.reshape(shape) for (key, shape), part in split}
@@ -293,7 +296,7 @@ class FactsRecorder(pl.Callback):
             if names:
                 known |= {"largest_gradient": names[int(index)], "largest_gradient_norm": largest}
         if facts.skipped is None:
-            # torch's scaler lowers its scale at each overflow and at nothing else.
+            # torch's scaler lowers its scale at every overflow and only then.
             known["skipped"] = known["next_loss_scale"] < known["loss_scale"]
         facts = replace(facts, **known)
         highest = max(self.highest_rates.get(facts.optimizer, 0.0), facts.lr or 0.0)
@@ -311,7 +314,7 @@ class FactsRecorder(pl.Callback):
 
 @contextmanager
 def without_raising(callback: pl.Callback) -> Iterator[None]:
-    """Keep `on_exception` from hiding the exception that it is called for behind its own."""
+    """Log an error of `on_exception`; raising it would hide the exception that it handles."""
     try:
         yield
     except Exception as error:
@@ -319,7 +322,7 @@ def without_raising(callback: pl.Callback) -> Iterator[None]:
 
 
 def facts_of(trainer: pl.Trainer, batch_idx: int | None = None) -> StepFacts:
-    """Return what the host knows of the step that a hook is called in."""
+    """Return the facts that the host knows of the current step."""
     return StepFacts(
         step=step_of(trainer),
         global_step=trainer.global_step,
@@ -330,11 +333,11 @@ def facts_of(trainer: pl.Trainer, batch_idx: int | None = None) -> StepFacts:
 
 
 def recorder_of(trainer: pl.Trainer) -> FactsRecorder:
-    """Return the recorder of a Trainer; whoever comes first makes it."""
+    """Return the recorder of a Trainer, which the first call creates."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     recorder = next((c for c in callbacks if isinstance(c, FactsRecorder)), None)
     if recorder is None:
         recorder = FactsRecorder()
-        # First, so that what it has read is there in every hook of the others.
+        # The recorder comes first, so that its facts are available in hooks of other callbacks.
         trainer.callbacks = [recorder, *callbacks]  # type: ignore[attr-defined]
     return recorder

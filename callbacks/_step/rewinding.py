@@ -1,4 +1,4 @@
-"""Goes back to a checkpoint inside `Trainer.fit`, while the data goes on."""
+"""Rewinds to a checkpoint within `Trainer.fit`, without rewinding the data."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ __all__ = ["Rewinder"]
 
 @dataclass(kw_only=True, eq=False)
 class Rewinder:
-    """Keeps checkpoints of the last steps, and goes back to one: docs/callbacks/spike-guard.md."""
+    """Writes marks and rewinds to them; docs/callbacks/spike-guard.md explains the procedure."""
 
     store: MarkStore
     every_n_steps: int
@@ -32,29 +32,30 @@ class Rewinder:
     lost: int = field(default=0, init=False)  # marks that could not be read
     _total_factor: float = field(default=1.0, init=False)
     _has_told: bool = field(default=False, init=False)
-    _missed: int = field(default=-1, init=False)  # the last period without its checkpoint
-    to_skip: int = field(default=0, init=False)  # batches, from the start of the next epoch
+    _missed: int = field(default=-1, init=False)  # the last period whose mark could not be written
+    to_skip: int = field(default=0, init=False)  # batches to skip from the next epoch's start
 
     def start(self, trainer: pl.Trainer) -> None:
-        """Take the first checkpoint, unless those of an earlier run go on; on all ranks."""
+        """Write the first mark unless there are marks of a resumed run; call on all ranks."""
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise MisconfigurationException(usage("dataloader_iter"))
         self.marks, self._missed = self.store.start(trainer, self.marks), -1
-        # To save states of FSDP2 that are not there, torch makes a step of zero gradients, which
-        # Adam counts: its first update would differ. There the first checkpoint comes after a step.
+        # To save optimizer states that do not exist yet, torch makes a step with zero gradients
+        # under FSDP2. Adam counts this step, which changes its first update. So with shards the
+        # first mark is written after a step.
         has_states = all(optimizer.state for optimizer in trainer.optimizers)
         if not self.marks and (has_states or not is_sharded(trainer)):
             progress = trainer.fit_loop.epoch_loop.batch_progress
             self.save(trainer, step_of(trainer), progress.total.completed)
 
     def is_due(self, trainer: pl.Trainer) -> bool:
-        """Return, at the end of a batch, whether it is time for a checkpoint."""
+        """Return at the end of a batch whether a mark is due."""
         last = self.marks[-1].global_step // self.every_n_steps if self.marks else -1
         is_new = trainer.global_step // self.every_n_steps > max(last, self._missed)
         return is_new and trainer.global_step > 0 and not trainer.fit_loop._should_accumulate()
 
     def save(self, trainer: pl.Trainer, step: int, position: int) -> None:
-        """Take the checkpoint before a step on all ranks, and remove those that are too old."""
+        """Write the mark before a step and remove outdated marks; call on all ranks."""
         mark = Mark(
             path=self.store.path_of(step),
             step=step,
@@ -64,17 +65,17 @@ class Rewinder:
             lr_factor=self._total_factor,
         )
         self.marks.append(mark)  # before it is saved, so that it is in its own checkpoint
-        # Those within `rewind_steps`, one that is as far back, and the one just taken.
-        most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
+        # Marks within `rewind_steps`, one mark before them, and the new mark.
+        most = -(-self.rewind_steps // self.every_n_steps) + 2  # marks at a time
         if not self.store.write(trainer, mark, most):
             self.marks.remove(mark)
-            self._missed = mark.global_step // self.every_n_steps  # not to try at every step
+            self._missed = mark.global_step // self.every_n_steps  # do not try at every step
             return
-        # Of those that are far enough back the newest will do.
+        # Only the latest of the marks before `rewind_steps` is needed.
         for stale in self._far_from(mark.global_step)[:-1]:
             self._remove(stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
-            self._has_told = True  # optimizers have their states by now
+            self._has_told = True  # now the size includes the optimizers' states
             key = "kept_in_memory" if self.store.is_in_memory else "kept_on_disk"
             size = self.store.bytes
             rank_zero_info(usage(key, most=most, size=size, total=most * size))
@@ -87,18 +88,21 @@ class Rewinder:
         self.store.remove(mark)
 
     def clear(self) -> None:
-        """Remove all checkpoints; on all ranks."""
+        """Remove all marks; call on all ranks."""
         self.marks.clear()
         self.store.close(is_over=True)
 
     def rewind(self, trainer: pl.Trainer, global_step: int) -> tuple[Mark, int] | None:
-        """Go back, at the end of a batch and on all ranks, to before a step; skip what led to it.
+        """Rewind to a mark before a step and skip the batches that led to it.
 
-        Return the mark and how many batches are still to be skipped; `None` without a mark.
+        Call it at the end of a batch on all ranks.
+
+        Returns:
+            The mark and the number of batches that remain to be skipped; `None` without a mark.
         """
         far = self._far_from(global_step)
         self.lost, self._missed = 0, -1
-        # The newest that is far enough back; else one before it, else one behind it.
+        # Try the latest mark before `rewind_steps`, then earlier marks, then later ones.
         for mark in (*reversed(far), *self.marks[len(far) :]):
             checkpoint, rng = self.store.read(trainer, mark)
             if checkpoint is not None:
@@ -111,32 +115,32 @@ class Rewinder:
             self._remove(later)
         self._restore(trainer, mark, checkpoint)
         for optimizer in trainer.optimizers:
-            optimizer.zero_grad()  # of a step that accumulation has not finished
-        # The checkpoint's rates are as its own rewinds left them.
+            optimizer.zero_grad()  # drops gradients of an incomplete accumulation
+        # The mark's learning rates already include the factors of earlier rewinds.
         self._total_factor *= self.lr_factor
         _scale_rates(trainer, self._total_factor / mark.lr_factor)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         batches = trainer.accumulate_grad_batches
         to_skip = max(0, self.skip_batches - (progress.total.ready - mark.position))
-        to_skip += -(progress.current.ready + to_skip) % batches  # after them a step starts
-        # A second rewind to this mark goes on behind what is left out now.
+        to_skip += -(progress.current.ready + to_skip) % batches  # resume at the start of a step
+        # A second rewind to this mark resumes after the batches that are skipped now.
         mark.position = progress.total.ready + to_skip
         fetcher: Any = trainer.fit_loop._data_fetcher
-        # What the epoch cannot give is taken from the next ones, which start with a new step.
+        # Batches that the epoch lacks are skipped in the next epochs, which start with a new step.
         left = _pull(trainer, fetcher, to_skip)
         self.to_skip = left + -left % batches
-        if rng is not None:  # a resumed run has none
-            _set_rng_states(rng)  # last, because data sets draw random numbers
+        if rng is not None:  # `None` in a resumed run
+            _set_rng_states(rng)  # last, because datasets draw random numbers
         return mark, to_skip
 
     def _restore(self, trainer: pl.Trainer, mark: Mark, checkpoint: Any) -> None:
-        """Put back what a checkpoint holds, other than the loops and the data."""
+        """Restore a checkpoint except for the loops and the data."""
         connector = trainer._checkpoint_connector
         connector._loaded_checkpoint = checkpoint
         connector.restore_model()
         states = checkpoint.get("callbacks", {})
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            # Of the others the state belongs to files, time or reports, not to the weights.
+            # The state of these callbacks belongs to files, time or reports, not to the weights.
             if not isinstance(callback, Checkpoint | Timer | InstabilityMonitor):
                 callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
                 if callback.state_key in states:
@@ -153,9 +157,9 @@ class Rewinder:
         _go_back(loop.scheduler_progress.total, mark.schedule_steps)
 
     def on_epoch_start(self, trainer: pl.Trainer) -> None:
-        """Have the data fetcher skip what is left to be skipped, at the start of this epoch."""
-        # No hook could skip it, as the first batch is fetched before any. An epoch of which all
-        # batches are skipped ends without validation.
+        """Make the data fetcher skip the remaining batches at the start of this epoch."""
+        # The first batch is fetched before any hook runs, so no hook could skip it. An epoch whose
+        # batches are all skipped ends without validation.
         fetcher: Any = trainer.fit_loop._data_fetcher
         if self.to_skip <= 0:
             return
@@ -163,7 +167,7 @@ class Rewinder:
 
         class Skipping(plain):  # type: ignore[misc, valid-type]
             def __next__(self) -> Any:
-                self.__class__ = plain  # for the first batch of the epoch alone
+                self.__class__ = plain  # only once per epoch
                 if loop.batch_progress.current.ready == 0:
                     rng = _collect_rng_states()
                     rewinder.to_skip = _pull(trainer, self, rewinder.to_skip)
@@ -179,26 +183,26 @@ class Rewinder:
         return {"marks": marks, "to_skip": self.to_skip, "lr_factor": self._total_factor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the checkpoints of an earlier run, those that are still there."""
+        """Load the marks of the resumed run; `start` drops marks that no longer exist."""
         self.marks = [Mark(**mark) for mark in state_dict["marks"]]
         self.to_skip = state_dict["to_skip"]
         self._total_factor = state_dict.get("lr_factor", 1.0)
 
 
 def _scale_rates(trainer: pl.Trainer, factor: float) -> None:
-    """Multiply learning rates, and what schedules compute them from."""
+    """Multiply learning rates, and the values from which schedules compute them."""
     if factor == 1.0:
         return
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             names = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")
             scaled = {name: group[name] * factor for name in names if name in group}
-            if isinstance(group["lr"], Tensor):  # in place, as a graph may have captured it
+            if isinstance(group["lr"], Tensor):  # in place, because a graph may have captured it
                 scaled["lr"] = group["lr"].copy_(scaled["lr"])
             group.update(scaled)
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     for schedule in schedules:
-        schedules += getattr(schedule, "_schedulers", ())  # of a sequence or a chain
+        schedules += getattr(schedule, "_schedulers", ())  # `SequentialLR`, `ChainedScheduler`
         for name in ("base_lrs", "max_lrs", "min_lrs", "_last_lr"):
             if isinstance(getattr(schedule, name, None), list):
                 setattr(schedule, name, [rate * factor for rate in getattr(schedule, name)])
@@ -213,7 +217,7 @@ def _go_back(tracker: Any, completed: int) -> None:
 
 
 def _pull(trainer: pl.Trainer, fetcher: _DataFetcher, to_skip: int) -> int:
-    """Take batches of this epoch, and count them as Lightning does; return how many are missing."""
+    """Skip batches of this epoch and count them as Lightning does; return how many are missing."""
     loop = trainer.fit_loop.epoch_loop
     is_over = loop._num_ready_batches_reached()
     while to_skip > 0 and not loop._num_ready_batches_reached():
@@ -225,6 +229,6 @@ def _pull(trainer: pl.Trainer, fetcher: _DataFetcher, to_skip: int) -> int:
         to_skip -= 1
         loop.batch_progress.increment_by(1, is_last_batch=fetcher.done)
     if loop._num_ready_batches_reached() and not is_over:
-        # Lightning does this after the last batch, which it did not see.
+        # Lightning does this after the last batch, but the last batch was skipped.
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     return to_skip

@@ -1,4 +1,4 @@
-"""Monitors that look at tensors every so many steps."""
+"""Base class of monitors that measure tensors every N steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ __all__ = ["SamplingMonitor", "merge_ranks", "merge_rows", "pack_stats"]
 
 @explains_arguments(checks={"every_n_steps baseline_samples": "[1, inf)"})
 class SamplingMonitor(InstabilityMonitor):
-    """Observes some steps only, and more of them at the start."""
+    """Observes every N-th step, and more steps at the start."""
 
     keeps: tuple[str, ...] = ("samples",)
 
@@ -29,7 +29,7 @@ class SamplingMonitor(InstabilityMonitor):
 
     def is_due(self, step: int) -> bool:
         """Return whether to observe a step."""
-        # From the first samples a monitor learns what is usual for each tensor.
+        # The first samples are the baseline of each tensor.
         is_early = self.samples < self.baseline_samples
         every = max(self.every_n_steps // 5, 1) if is_early else self.every_n_steps
         return step % every == 0
@@ -38,9 +38,9 @@ class SamplingMonitor(InstabilityMonitor):
 def pack_stats(
     tensors: Sequence[Tensor], *, scale: float | Tensor = 1.0, unscale: float | Tensor = 1.0
 ) -> Tensor:
-    """Return `tensor_stats` with one more column: how many values each tensor stores."""
+    """Return `tensor_stats` with one more column: the number of stored values of each tensor."""
     stats_NK = tensor_stats(tensors, scale=scale, unscale=unscale)
-    # Sent along, as ranks hold shards of different sizes.
+    # Ranks hold shards of different sizes.
     numels_N = torch.tensor(stored_numels(tensors), dtype=stats_NK.dtype)
     if stats_NK.device.type == "cuda":  # from pageable memory a copy waits for the device
         numels_N = numels_N.pin_memory()
@@ -48,13 +48,13 @@ def pack_stats(
 
 
 def merge_rows(rows_RxK: Tensor) -> Tensor:
-    """Return what `pack_stats` would return of one tensor whose parts have these rows: [*x, K]."""
+    """Merge rows of `pack_stats` as if their tensors were parts of one tensor: [*x, K]."""
     merged_xK = rows_RxK.sum(dim=0)
     merged_xK[..., StatField.AMAX] = rows_RxK[..., StatField.AMAX].amax(dim=0)
     return merged_xK
 
 
 def merge_ranks(names: Sequence[str], packed_WNK: np.ndarray[Any, Any]) -> TensorStats:
-    """Merge what all ranks have packed, as if they held the parts of one tensor."""
+    """Merge the packed statistics of all ranks as if each rank held a part of every tensor."""
     merged = merge_rows(torch.from_numpy(packed_WNK)).numpy()
     return TensorStats(names, merged[:, -1].astype(int).tolist(), merged[:, :-1])

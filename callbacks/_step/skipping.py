@@ -1,4 +1,4 @@
-"""Skips an optimizer step that a flag on the device asks to skip."""
+"""Skips an optimizer step if a flag on the device is set."""
 
 from contextlib import ExitStack
 
@@ -18,11 +18,11 @@ __all__ = ["StepSkipper"]
 
 
 class StepSkipper:
-    """Skips by the plugin, else by the optimizer's `found_inf`, else by taking gradients away."""
+    """Skips a step through the precision plugin, through `found_inf`, or without gradients."""
 
     def __init__(self) -> None:
         self._flags: dict[Optimizer, Tensor] = {}
-        self._seen: set[Optimizer] = set()  # that were hooked, or warned of
+        self._seen: set[Optimizer] = set()  # optimizers with hooks or a warning
         self._hooks = ExitStack()
         self._held = False
 
@@ -35,9 +35,9 @@ class StepSkipper:
             )
 
     def skip(self, trainer: pl.Trainer, optimizer: Optimizer, flag: Tensor | None = None) -> None:
-        """Have the step to come skipped where the flag, an fp32 scalar on the device, is 1.
+        """Skip the next step if `flag`, an fp32 scalar on the device, is 1.
 
-        With `None` the host knows that it is to be skipped, so that nothing goes on.
+        Without a flag, skip the step for certain; LR schedules and `global_step` then wait.
         """
         plugin, is_certain = trainer.precision_plugin, flag is None
         self._held = False
@@ -52,7 +52,7 @@ class StepSkipper:
                 self._hooks.enter_context(optimizer.register_step_post_hook(self._clear))
             self._flags[optimizer] = flag
             scaler = scaler_of(trainer)
-            # A `GradScaler` sets its own just before the step; that is merged in a hook.
+            # A `GradScaler` sets `found_inf` just before the step; a hook merges the two.
             if not (isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()):
                 optimizer.found_inf = flag  # type: ignore[attr-defined]
             if is_certain:
@@ -62,7 +62,7 @@ class StepSkipper:
                 self._seen.add(optimizer)
                 rank_zero_warn(usage("skip_sync", optimizer=type(optimizer).__name__))
             if flag.item() != 0:
-                # Without gradients every optimizer leaves weights and states as they are.
+                # Without gradients, no optimizer changes weights or states.
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
@@ -77,18 +77,18 @@ class StepSkipper:
             return True
         if not is_fused(optimizer):
             return False
-        # Where the first step of fused SGD is skipped, torch keeps a momentum that was never set.
+        # If the first step of fused SGD is skipped, torch keeps an uninitialised momentum.
         has_momentum = isinstance(optimizer, SGD) and optimizer.defaults["momentum"] != 0
         return not (has_momentum and not optimizer.state)
 
     def _merge(self, optimizer: Optimizer, *_: object) -> None:
-        """Hand over the flag after a `GradScaler`, together with what that has found."""
+        """Set `found_inf` to the flag, merged with the value that a `GradScaler` has set."""
         flag, found_inf = self._flags.get(optimizer), getattr(optimizer, "found_inf", None)
         if flag is None:
             return
         if found_inf is None:
             optimizer.found_inf = flag  # type: ignore[attr-defined]
-        elif found_inf is not flag:  # the scaler's own, which it takes back itself
+        elif found_inf is not flag:  # set by the scaler, which removes it itself
             del self._flags[optimizer]
             optimizer.found_inf = torch.maximum(found_inf, flag.to(found_inf).view_as(found_inf))  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""What monitors read from a Trainer: step, loss scale, ranks, gradients; with any plugin."""
+"""Reads step, loss scale, ranks and gradients of a Trainer with any precision plugin."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,46 +39,46 @@ __all__ = [
 
 
 def step_of(trainer: pl.Trainer) -> int:
-    """Return the loggers' step: optimizer steps tried before, skipped ones too, from 0."""
-    # `global_step` may stand still at skipped steps, and counts every optimizer of a batch.
+    """Return the loggers' step: the number of optimizer steps attempted before."""
+    # `global_step` may not count skipped steps, and it counts every optimizer of a batch.
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def loss_scale_of(trainer: pl.Trainer) -> float | Tensor | None:
     """Return the loss scale: a number, a tensor on the device, or `None` without one."""
     scaler = scaler_of(trainer)
-    # torch makes the tensor when it first scales a loss.
+    # torch creates the tensor when it first scales a loss.
     if isinstance(scaler, torch.amp.GradScaler):
         return scaler._scale if scaler._scale is not None else float(scaler._init_scale)
     return None if scaler is None else float(scaler.scale)
 
 
 def scaler_of(trainer: pl.Trainer) -> Any:
-    """Return the plugin's loss scaler, this package's or torch's; `None` without one."""
+    """Return the plugin's loss scaler, of this package or torch; `None` without one."""
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer unscales and skips inside its step, as torch's fused ones do."""
+    """Return whether an optimizer unscales and skips in its step, as torch's fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def is_sharded(trainer: pl.Trainer) -> bool:
-    """Return whether ranks hold different parts of gradients; under DDP they all hold the same."""
+    """Return whether ranks hold shards of gradients; under DDP, they hold equal gradients."""
     return isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
 
 
 def gather_ranks(trainer: pl.Trainer, packed: Tensor) -> Tensor:
-    """Stack the tensors of all ranks, alike in shape, in one collective: [W, *packed.shape]."""
+    """Stack tensors of equal shape of all ranks with one collective: [W, *packed.shape]."""
     if trainer.world_size == 1:
         return packed[None]
-    gathered = packed.new_empty(trainer.world_size * packed.numel())  # flat, as gloo wants it
+    gathered = packed.new_empty(trainer.world_size * packed.numel())  # gloo requires a flat one
     dist.all_gather_into_tensor(gathered, packed.flatten())
     return gathered.view(-1, *packed.shape)
 
 
 def tags_of(trainer: pl.Trainer, facts: StepFacts) -> set[str]:
-    """Return what holds of a run, and decides what alarms say."""
+    """Return the conditions of a run that select sentences of alarms."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
     holds = {
@@ -91,16 +91,16 @@ def tags_of(trainer: pl.Trainer, facts: StepFacts) -> set[str]:
 
 
 def numbers_of(trainer: pl.Trainer, facts: StepFacts) -> dict[str, Any]:
-    """Return what sentences name of any run."""
+    """Return the fields that sentences of every monitor use."""
     plugin = trainer.precision_plugin
-    # Lightning's own plugins take no modules to keep in fp32.
+    # Lightning's own plugins cannot keep modules in fp32.
     name = type(plugin).__name__ if isinstance(plugin, ScaledPrecision) else "BalancedAMP"
     lower_rate = learning_rate_of(trainer) / 2
     return {"lower_rate": lower_rate, "whose": facts.whose, "plugin": name}
 
 
 def learning_rate_of(trainer: pl.Trainer) -> float:
-    """Return the largest learning rate; a sync where it is a tensor."""
+    """Return the largest learning rate; this is a host sync if the rate is a tensor."""
     rates = [group["lr"] for each in trainer.optimizers for group in each.param_groups]
     return max(map(float, rates), default=0.0)
 
@@ -109,35 +109,36 @@ class NamedTensors(NamedTuple):
     """Tensors of an optimizer under the names of the model's parameters."""
 
     names: list[str]  # dotted
-    gradients: list[Tensor]  # those of parameters without one are left out
-    parameters: list[Tensor]  # what the optimizer steps and keeps state for
+    gradients: list[Tensor]  # of parameters that have a gradient
+    parameters: list[Tensor]  # the tensors that the optimizer updates
     unscale: float | Tensor  # 1, or the inverse loss scale on the device
 
 
 class Signals(NamedTuple):
-    """What a step is judged by, on the device."""
+    """Loss and gradient norm of a step, on the device."""
 
     values: Tensor  # loss and gradient norm, fp32, of shape [2]
-    judged: Tensor  # which of the values there are
-    # The values; index and norm of the largest gradient; the rank to look at; how many have a loss.
+    judged: Tensor  # whether each value exists
+    # The values, index and norm of the largest gradient, the rank of `StepFacts`, and the number
+    # of ranks with a loss.
     packed: Tensor
 
 
-_LARGE = 2**18  # values; torch's norm has a relative error of 1e-6 there, and of 1e-5 at 2**20
+_LARGE = 2**18  # values; torch's norm has a relative error of 1e-6, and of 1e-5 at 2**20 values
 
 Moment = Literal["before step", "batch end"]
 
 
 @dataclass(eq=False)
 class TrainingStep:
-    """What a monitor observes: the step of an optimizer. Nothing here waits for the device."""
+    """The optimizer step that a monitor observes. Nothing here waits for the device."""
 
     trainer: pl.Trainer
     facts: StepFacts
     optimizer: Optimizer
-    names: dict[int, str]  # of parameters, by `id`
-    loss: Tensor | None  # unscaled, of the last backward
-    signals: Signals | None = None  # where a monitor needs the gradient norm
+    names: dict[int, str]  # names of parameters, by `id`
+    loss: Tensor | None  # unscaled loss of the last backward
+    signals: Signals | None = None  # if a monitor needs the gradient norm
     context: dict[str, Any] = field(default_factory=dict)  # of the monitor that observes
 
     @cached_property
@@ -146,10 +147,10 @@ class TrainingStep:
         return gradients_of(self.trainer, self.optimizer, self.names)
 
     def gather(self, tensor: Tensor, *, shards_only: bool = False, **context: Any) -> Tensor:
-        """Return what ranks have observed as one tensor: [W, *tensor.shape]; W is 1 for one rank.
+        """Stack the tensors of all ranks: [W, *tensor.shape].
 
-        With `shards_only`, ranks that hold the same values send those of one. `context`, such as
-        the names of rows, comes with the sample.
+        With `shards_only`, W is 1 if all ranks hold equal values. `context`, for example the names
+        of rows, becomes part of the sample.
         """
         self.context = context
         is_same = shards_only and not is_sharded(self.trainer)
@@ -162,14 +163,14 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
 
 
 def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str]) -> NamedTensors:
-    """Return an optimizer's gradients in `on_before_optimizer_step`; all ranks name the same."""
+    """Return an optimizer's gradients in `on_before_optimizer_step`, alike on all ranks."""
     scale = loss_scale_of(trainer)
-    # torch's scaler, whose scale is a tensor, leaves it to fused optimizers to unscale.
+    # With torch's scaler, whose scale is a tensor, fused optimizers unscale in their step.
     inverse = scale.reciprocal() if isinstance(scale, Tensor) and is_fused(optimizer) else 1.0
     held = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in held]
     if trainer.world_size > 1:
-        # A rank may have none, of a shard or an unused branch, and all must send rows alike.
+        # A rank may lack a gradient (empty shard, unused branch), but all must send the same rows.
         gradients = [
             p.detach().new_empty(0) if g is None and p.requires_grad else g
             for p, g in zip(held, gradients, strict=True)
@@ -182,8 +183,8 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
 
 
 def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Signals:
-    """Return the signals of a step: the mean loss of the ranks that have one, the gradient norm."""
-    # With FSDP a rank may hold no gradient at all, and must still join the collective.
+    """Return the mean loss of the ranks that have a loss, and the gradient norm."""
+    # Under FSDP, a rank without any gradient must still join the collective.
     none = torch.zeros(1, device=trainer.strategy.root_device)
     norms = (norms_of(found.gradients) if found.gradients else none) * found.unscale
     device, norm = norms.device, torch.linalg.vector_norm(norms)
@@ -192,10 +193,10 @@ def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | Non
     ranks = gather_ranks(trainer, torch.stack([local, norm, has_loss]))
     count = ranks[:, 2].sum()
     sharded = is_sharded(trainer)
-    # Where HSDP replicates shards, the norm is larger by a constant factor, which no rule minds.
+    # HSDP replicates shards, so the norm is too large by a constant factor, which no rule uses.
     total_norm = torch.linalg.vector_norm(ranks[:, 1]) if sharded else ranks[:, 1].amax()
-    index = norms.argmax()  # NaN is larger than all
-    losses = torch.where(ranks[:, 2] > 0, ranks[:, 0], -torch.inf)  # those without come last
+    index = norms.argmax()  # NaN counts as the largest
+    losses = torch.where(ranks[:, 2] > 0, ranks[:, 0], -torch.inf)
     rank = (ranks[:, 1] if sharded else losses).nan_to_num(nan=torch.inf).argmax()  # `StepFacts`
     mean, largest = ranks[:, 0].sum() / count, norms.gather(0, index[None])[0]
     numbers = (mean, total_norm, index, largest, rank, count)
@@ -204,7 +205,7 @@ def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | Non
 
 
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the fp32 norm of each; half gradients are summed in fp32."""
+    """Return the fp32 norm of each gradient; half-precision gradients are summed in fp32."""
     shards = map(local_shard, gradients)
     local = [shard.coalesce().values() if shard.is_sparse else shard for shard in shards]
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -226,7 +227,7 @@ def _foreach_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
     in_fp32 = torch.float32 if first.dtype.itemsize < 4 else None
     if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.float64):
         return torch._foreach_norm(gradients, 2, dtype=in_fp32)
-    # Small tensors share one call. For large ones `dot` uses all cores, and keeps more digits.
+    # Small tensors share one call. For large ones, `dot` uses all cores and is more accurate.
     small = [g for g in gradients if g.numel() < _LARGE]
     norms = iter(torch._foreach_norm(small, 2) if small else ())
     return [next(norms) if g.numel() < _LARGE else _norm_by_dot(g) for g in gradients]
@@ -235,7 +236,7 @@ def _foreach_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
 def _norm_by_dot(gradient: Tensor) -> Tensor:
     values = gradient
     if not gradient.is_contiguous():
-        # Values in the order of memory, copied only where there are gaps.
+        # The values in the order of memory, copied only if there are gaps.
         values = gradient.permute(sorted(range(gradient.ndim), key=gradient.stride, reverse=True))
     values = values.reshape(-1)
     return torch.dot(values, values).sqrt_()
