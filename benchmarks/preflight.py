@@ -2,8 +2,8 @@
 
     python benchmarks/preflight.py
 
-For each model and weakness: whether the weak module is named first, the error relative to the
-gradient noise, the remedy, and the error of a second run with the printed settings.
+A cell holds the largest error of a gradient relative to its noise, now and in a second run with
+the printed settings; the last column, the arguments of the plugin that these settings change.
 """
 
 # ruff: noqa: D102
@@ -12,9 +12,10 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader
 
 import lightning_mp
 from lightning_mp import PrecisionPreflight
+from papers.machine import cpu_name
 
 STEPS = 2
 ROWS = 8
@@ -385,46 +387,63 @@ def look(task: Task, plugin: Any) -> PrecisionPreflight:
     return callback
 
 
-def row(name: str, weak: str | None, kind: str, half: str) -> tuple[str, bool]:
-    """Return a line of the table, and whether it is as it must be."""
-    start = time.perf_counter()
-    plugin = getattr(lightning_mp, kind)
-    found = look(Task(name, weak), plugin(half=half))
-    result, task = found.result, Task(name, weak)
+class Outcome(NamedTuple):
+    """What the preflight finds in one model."""
+
+    before: str  # largest error of a gradient, relative to its noise
+    after: str  # the same in a second run with the printed settings
+    remedy: str  # arguments of the plugin that the settings change
+    is_first: bool  # whether the planted weakness is named first
+    is_clean: bool  # whether the second run is clean, or the only one of a healthy model
+    seconds: float  # CPU time of the first run
+
+
+def outcome(name: str, weak: str | None, kind: str, half: str) -> Outcome:
+    """Run the preflight on a model, and again with the settings that it prints."""
+    task, plugin = Task(name, weak), getattr(lightning_mp, kind)
+    start = time.process_time()
+    found = look(task, plugin(half=half))
+    seconds = time.process_time() - start
+    result = found.result
+    assert result is not None
+    before = f"{result.ratio:.2%}" if result.ratio < 1e6 else "not finite"
     if task.planted is None:
-        seconds = time.perf_counter() - start
-        verdict = "clean" if result.is_clean else "an alarm"
-        text = f"| {name} | | | {result.ratio:.2%} | | {verdict} | {seconds:.0f} s |"
-        return text, result.is_clean
+        return Outcome(before, "", "", True, result.is_clean, seconds)
     callers = [each or "training_step" for some in result.callers.values() for each in some]
     is_first = str(task.planted) in result.modules[0].path or task.planted in callers
-    after = "-"
-    is_cured = False
-    if found.settings:
-        (entry,) = yaml.safe_load(found.settings)["trainer"]["plugins"]
-        plugin, arguments = getattr(lightning_mp, entry["class_path"]), entry["init_args"]
-        if isinstance(arguments.get("loss_scale"), dict):
-            scale = lightning_mp.LossScaleConfig(**arguments["loss_scale"])
-            arguments["loss_scale"] = scale
-        cured = look(Task(name, weak), plugin(**arguments)).result
-        after, is_cured = f"{cured.ratio:.2%}", cured.is_clean
-    seconds = time.perf_counter() - start
-    named = "yes" if is_first else f"no: {result.modules[0].path}"
-    before = f"{result.ratio:.0%}" if result.ratio < 1e6 else "not finite"
-    remedy = remedy_of(result.remedy)
-    cells = name, weak or "its own layer scale", named, before, remedy, after, f"{seconds:.0f} s"
-    return f"| {' | '.join(cells)} |", is_first and is_cured
+    if not found.settings:
+        return Outcome(before, "no settings", "", is_first, False, seconds)
+    (entry,) = yaml.safe_load(found.settings)["trainer"]["plugins"]
+    plugin, arguments = getattr(lightning_mp, entry["class_path"]), entry["init_args"]
+    if isinstance(arguments.get("loss_scale"), dict):
+        arguments["loss_scale"] = lightning_mp.LossScaleConfig(**arguments["loss_scale"])
+    cured = look(Task(name, weak), plugin(**arguments)).result
+    assert cured is not None
+    after, remedy = f"{cured.ratio:.2%}", remedy_of(result.remedy)
+    return Outcome(before, after, remedy, is_first, cured.is_clean, seconds)
 
 
 def remedy_of(remedy: Any) -> str:
-    """Return the argument of the plugin that mends a model."""
-    kinds = list(dict.fromkeys(kind for kind, _ in remedy.names))
-    ops = f" ({', '.join(remedy.fp32_ops)})" if remedy.fp32_ops else ""
+    """Return the arguments of the plugin that a remedy changes."""
     if remedy.half is not None:
-        kinds = [f"half={str(remedy.half).removeprefix('torch.')}"]
+        return f"`half={str(remedy.half).removeprefix('torch.')}`"
     if remedy.loss_scale is not None:
-        kinds = ["loss_scale"]
-    return " and ".join(f"`{kind}`" for kind in kinds) + ops or "-"
+        return "`loss_scale`"
+    return " and ".join(f"`{kind}`" for kind in dict.fromkeys(kind for kind, _ in remedy.names))
+
+
+def table(outcomes: dict[tuple[str, str | None], Outcome]) -> Iterator[str]:
+    """Yield the lines of a table with a row for each weakness and a column for each model."""
+    names = [name for name in MODELS if (name, None) in outcomes]
+    if not names:
+        return
+    yield f"| planted | {' | '.join(names)} | settings |"
+    yield f"|---{'|---' * len(names)}|---|"
+    for weak in (None, *WEAK, *LOSSES):
+        row = [outcomes[name, weak] for name in names]
+        cells = [f"{o.before} -> {o.after}" if o.after else o.before for o in row]
+        remedies = ", ".join(dict.fromkeys(o.remedy for o in row))
+        yield f"| {weak or 'nothing'} | {' | '.join(cells)} | {remedies} |".replace("|  |", "| |")
 
 
 def main() -> None:
@@ -438,15 +457,31 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    print("| model | planted | named first | of the noise | remedy | with it | time |")
-    print("|---|---|---|---|---|---|---|")
-    right = []
+    outcomes = {}
     for name in args.models:
         for weak in (None, *WEAK, *LOSSES) if name in MODELS else (None,):
-            line, is_right = row(name, weak, args.plugin, args.half)
-            right.append(is_right)
-            print(line, flush=True)
-    print(f"\n{sum(right)} of {len(right)} as they must be.")
+            found = outcomes[name, weak] = outcome(name, weak, args.plugin, args.half)
+            print(name, weak, *found, sep=", ", file=sys.stderr, flush=True)
+    print("\n".join(table(outcomes)), "\n")
+    weak_ones = {key: o for key, o in outcomes.items() if key[1] or key[0] in OF_THEIR_OWN}
+    healthy = {key[0]: o for key, o in outcomes.items() if key not in weak_ones}
+    clean = [name for name, o in healthy.items() if o.is_clean]
+    first, cured = (
+        sum(getattr(o, f) for o in weak_ones.values()) for f in ("is_first", "is_clean")
+    )
+    print(f"{len(clean)} of {len(healthy)} healthy models are clean:", end=" ")
+    print(", ".join(f"{name} {o.before}" for name, o in healthy.items()), end=".\n")
+    print(f"{first} of {len(weak_ones)} weaknesses are named first, {cured} are clean with the")
+    print("printed settings; the others:", end=" ")
+    wrong = [key for key, o in weak_ones.items() if not (o.is_first and o.is_clean)]
+    print(", ".join(f"{name}, {weak}" for name, weak in wrong) or "none", end=".\n")
+    for name in [name for name in OF_THEIR_OWN if (name, None) in outcomes]:
+        found = outcomes[name, None]
+        print(f"{name}: {found.before} -> {found.after} with {found.remedy}.")
+    for name, some in (("healthy", healthy), ("weak", weak_ones)):
+        seconds = [o.seconds for o in some.values()] or [0.0]
+        print(f"CPU seconds, {name}: median {median(seconds):.1f}, at most {max(seconds):.1f}.")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {cpu_name()}.")
 
 
 if __name__ == "__main__":

@@ -136,12 +136,15 @@ def _stagnant(runs: Runs) -> float:
         if "Adam" not in type(optimizer).__name__:  # its updates are about the learning rate
             continue
         for group in optimizer.param_groups:
+            # A schedule keeps the learning rate after the warm-up in the group.
+            lr = max(float(group.get(key, 0.0)) for key in ("lr", "initial_lr", "max_lr"))
             for p in group["params"]:
-                if p.requires_grad and p.dtype in HALF_DTYPES and group["lr"] > 0:
+                if p.requires_grad and p.dtype in HALF_DTYPES and lr > 0:
                     # An update below half a unit in the last place rounds back to the weight.
-                    _, exponent = torch.frexp(p.detach().float())
-                    unit = torch.finfo(p.dtype).eps * 2.0 ** (exponent - 1)
-                    still += float((group["lr"] < unit / 2).float().sum())
+                    dtype = torch.finfo(p.dtype)
+                    size = p.detach().float().abs().clamp(min=dtype.smallest_normal)
+                    unit = dtype.eps * 2.0 ** (torch.frexp(size)[1] - 1)
+                    still += float((lr < unit / 2).float().sum())
                     count += p.numel()
     return still / count if count else 0.0
 

@@ -388,18 +388,43 @@ def test_fp32_is_left_out() -> None:
         pl.Trainer(**{**QUIET, "max_steps": 1, "callbacks": callback}).fit(made(), Sentences())
 
 
-def test_weights_that_stand_still_are_told() -> None:
-    model = made()
-    model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), lr=1e-6)  # type: ignore[method-assign]
+def look_at_true_half(model: pl.LightningModule, optimizers: Any) -> PrecisionPreflight:
+    model.configure_optimizers = lambda: optimizers  # type: ignore[method-assign]
     callback = PrecisionPreflight(steps=1)
     pl.seed_everything(0, verbose=False)
     kwargs = {**QUIET, "max_steps": 1, "callbacks": callback}
     pl.Trainer(**kwargs, precision="bf16-true").fit(model, Sentences())
+    return callback
+
+
+def test_weights_that_stand_still_are_told() -> None:
+    model = made()
+    callback = look_at_true_half(model, torch.optim.AdamW(model.parameters(), lr=1e-6))
     assert callback.result is not None
     # Of weights up to 2^-2.5, those above 2^-11 or so have a unit that is twice as large.
     assert callback.result.stagnant > 0.9
     assert "of the weights are stagnant" in callback.text
     assert yaml.safe_load(callback.settings)["trainer"]["plugins"][0]["class_path"] == "BalancedAMP"
+
+
+def test_stagnation_is_judged_at_the_learning_rate_after_warm_up() -> None:
+    model = made()
+    # Half a unit of bf16 is 2^-9 of a weight of 1, the largest, so this rate changes every weight.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e-6 * (step + 1))
+    result = look_at_true_half(model, ([optimizer], [schedule])).result
+    assert optimizer.param_groups[0]["lr"] < 1e-6
+    assert result is not None
+    assert result.stagnant < 0.2
+
+
+def test_zeros_are_not_stagnant() -> None:
+    model = made()
+    for each in model.parameters():
+        each.data.zero_()
+    result = look_at_true_half(model, torch.optim.AdamW(model.parameters(), lr=1e-6)).result
+    assert result is not None
+    assert result.stagnant == 0
 
 
 def test_compiled_and_checkpointed_modules_are_looked_at() -> None:
