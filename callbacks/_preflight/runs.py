@@ -18,9 +18,11 @@ from lightning_mp.callbacks._preflight.result import Remedy
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in
 from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.callbacks._words.usage import usage
+from lightning_mp.gradient_cache._served.autograd import explore, gradients_aside
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.numerics.replay_state import RngState
 from lightning_mp.precision._choice.module_selection import as_written
+from lightning_mp.precision._choice.op_tables import follow_changes_of_torch, opened_composites
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.half_module import cast_floats, replace_forward
 from lightning_mp.precision.inf_clamp import InfClamp
@@ -240,9 +242,7 @@ class Runs:
             found: Sequence[Tensor | None] = ()
             if cotangent is not None and output is not None and output.requires_grad and trained:
                 with self._recompute_context() if half else nullcontext():
-                    found = torch.autograd.grad(
-                        output, trained, cotangent.to(output.dtype), allow_unused=True
-                    )
+                    found = _gradients(output, trained, cotangent.to(output.dtype))
         tensors = [output, *found]
         return [torch.empty(0) if x is None else x.detach().float() for x in tensors]
 
@@ -287,9 +287,8 @@ class Runs:
             if loss is None:
                 raise ValueError(usage("preflight_no_loss"))
             with recompute or nullcontext():
-                found = torch.autograd.grad(
-                    loss.float() * scale, [*named.values()], allow_unused=True
-                )
+                scaled = loss.float() * scale
+                found = _gradients(scaled, [*named.values()], torch.ones_like(scaled))
         gradients = {
             name: g.detach().float() / scale
             for name, g in zip(named, found, strict=True)
@@ -301,19 +300,32 @@ class Runs:
 def _recording(
     path: str, calls: dict[str, ModuleCall], cotangents: dict[str, Tensor]
 ) -> Callable[..., None]:
+    hooked: set[str] = set()
+
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tensor = first_tensor(output)
-        if path in calls or tensor is None:
+        if tensor is None:
             return
-        detached = map_tensors((args, kwargs), torch.Tensor.detach)
-        # A call may have written to other objects, such as caches of keys and values.
-        given = tuple(v if _is_plain(v) else None for v in detached[0])
-        named = {k: v if _is_plain(v) else None for k, v in detached[1].items()}
-        calls[path] = ModuleCall(given, named, tensor.detach())
-        if tensor.requires_grad:
+        if path not in calls:
+            detached = map_tensors((args, kwargs), torch.Tensor.detach)
+            # A call may have written to other objects, such as caches of keys and values.
+            given = tuple(v if _is_plain(v) else None for v in detached[0])
+            named = {k: v if _is_plain(v) else None for k, v in detached[1].items()}
+            calls[path] = ModuleCall(given, named, tensor.detach())
+        # The first call in a reentrant checkpoint has no graph; its repetition in the backward has.
+        if tensor.requires_grad and path not in hooked and tensor.shape == calls[path].output.shape:
+            hooked.add(path)
             tensor.register_hook(lambda g: cotangents.setdefault(path, g.detach()))
 
     return hook
+
+
+def _gradients(
+    output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor
+) -> Sequence[Tensor | None]:
+    """Return gradients without changing `.grad`, also through reentrant checkpoints."""
+    is_reentrant = explore([output], 0).is_reentrant
+    return gradients_aside([output], [cotangent], inputs, is_full=is_reentrant, retain_graph=False)
 
 
 def _is_plain(value: Any) -> bool:
@@ -344,12 +356,24 @@ def fp32_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
 class _NoDropout(TorchFunctionMode):
     """Leaves dropout out: its masks differ between dtypes, which would look like errors."""
 
-    _DROPS = (functional.dropout, torch.dropout, functional.dropout1d, functional.dropout2d)
+    _DROPS = (
+        *(functional.dropout, torch.dropout, functional.alpha_dropout),
+        *(functional.dropout1d, functional.dropout2d, functional.dropout3d),
+        functional.feature_alpha_dropout,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        follow_changes_of_torch()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in self._DROPS:
             return args[0] if args else kwargs["input"]
+        opened = opened_composites().get(func)
+        if opened is not None and all(kind in (Tensor, nn.Parameter) for kind in types):
+            with self:  # composites may call dropout, and a backward may repeat a checkpoint
+                return opened(*args, **kwargs)
         if func is functional.scaled_dot_product_attention and (
             "dropout_p" in kwargs or len(args) > 4
         ):

@@ -1,6 +1,7 @@
 """The preflight names planted weaknesses, proves the cure, and leaves the run as it was."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,11 +223,23 @@ class Notes(pl.Callback):
         self.seen.append((float(outputs["loss"]), batch[0].tolist(), logged))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_run_goes_on_as_without_it(name: str) -> None:
+def checkpointed(model: Words, use_reentrant: bool) -> Words:
+    for block in model.blocks:
+        block.forward = partial(  # type: ignore[method-assign]
+            torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=use_reentrant
+        )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "is_checkpointed"), [*((name, False) for name in NAMES), ("BalancedAMP fp16", True)]
+)
+def test_run_goes_on_as_without_it(name: str, is_checkpointed: bool) -> None:
     ends = []
     for callback in ([], [PrecisionPreflight(steps=2)]):
         model, notes = made("cancellation"), Notes()
+        if is_checkpointed:
+            checkpointed(model, use_reentrant=True)
         pl.seed_everything(0, verbose=False)
         run = trainer(name, [*callback, notes], max_steps=5)
         run.fit(model, Sentences())
@@ -288,6 +301,31 @@ def test_what_cannot_be_looked_at_trains_on(model: type[Words], words: str) -> N
     assert callback.result is None
     assert words in str(callback.failure)
     assert not torch.equal(parameters_of(fitted), before)
+
+
+class Dropping(torch.nn.Module):
+    """Attention and a function that drop half of their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(32, 4, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.attention(x, x, x)
+        return torch.nn.functional.alpha_dropout(x, 0.5, self.training) ** 2
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_dropout_is_left_out_in_composites_and_checkpoints(use_reentrant: bool | None) -> None:
+    model = made()
+    for block in model.blocks:
+        block.norm = torch.nn.Sequential(block.norm, Dropping())
+    result = look(model if use_reentrant is None else checkpointed(model, use_reentrant),
+                  "BalancedAMP fp16").result  # fmt: skip
+    assert result is not None
+    # A mask of 0.5 in one of both runs would be an error of 1.
+    assert max(each.own for each in result.modules) < 0.01
+    assert result.is_clean
 
 
 def test_page_of_the_run_has_the_verdict(tmp_path: Path) -> None:
@@ -427,18 +465,27 @@ def test_zeros_are_not_stagnant() -> None:
     assert result.stagnant == 0
 
 
-def test_compiled_and_checkpointed_modules_are_looked_at() -> None:
+def test_compiled_module_is_compared_in_eager_mode() -> None:
     model = made("cancellation")
     model.blocks[0].compile(backend="eager")
-    first = model.blocks[2].forward
-    model.blocks[2].forward = lambda x: torch.utils.checkpoint.checkpoint(  # type: ignore[method-assign]
-        first, x, use_reentrant=False
-    )
     callback = look(model, "BalancedAMP fp16")
-    result = callback.result
+    assert callback.result is not None
+    assert callback.result.remedy.fp32_modules == ("blocks.1.weak",)
+    assert "Compiled modules were compared in eager mode." in callback.text
+
+
+@pytest.mark.parametrize("name", ["BalancedAMP fp16", "PureFP16 fp16"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_weakness_in_a_checkpoint_is_named_and_cured(use_reentrant: bool, name: str) -> None:
+    plain = look(made("cancellation"), name).result
+    result = look(checkpointed(made("cancellation"), use_reentrant), name).result
+    assert plain is not None
     assert result is not None
     assert result.remedy.fp32_modules == ("blocks.1.weak",)
-    assert "Compiled modules were compared in eager mode." in callback.text
+    # The inputs and cotangents are those of the run without checkpoints.
+    assert {m.path: (m.output, m.gradient) for m in result.modules if "." in m.path[8:]} == {
+        m.path: (m.output, m.gradient) for m in plain.modules if "." in m.path[8:]
+    }
 
 
 def _on_ranks(rank: int) -> tuple[str, Tensor]:
