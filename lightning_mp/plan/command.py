@@ -128,17 +128,10 @@ def _rate(
     from lightning_mp.plan.estimate import Rate
 
     work = subject.flops_per_pair(cached=True)
-    if pairs_per_second is not None:
-        flops = pairs_per_second * work if tflops is None else tflops * 1e12
-        source = (
-            f"given, {pairs_per_second:g} pairs/s a rank; products at {flops / 1e12:.3g} TFLOP/s"
-        )
-        return Rate(pairs_per_second, flops, network * 1e9, source)
-    if tflops is None:
+    if tflops is not None:
+        flops = tflops * 1e12
+    elif pairs_per_second is not None:
+        flops = pairs_per_second * work
+    else:
         return None
-    rate = tflops * 1e12 / work
-    source = (
-        f"computed, {rate:,.0f} pairs/s a rank from {work / 1e9:,.0f} GFLOP a pair at the "
-        f"{tflops:g} TFLOP/s given"
-    )
-    return Rate(rate, tflops * 1e12, network * 1e9, source)
+    return Rate(pairs_per_second or flops / work, flops, network * 1e9)

@@ -92,29 +92,28 @@ class Memory:
 def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Memory:
     """Return the memory that a method needs."""
     rank_batch = batch / machine.gpus
-    seen = min(subject.micro_batch, rank_batch) if method.cached else rank_batch
+    seen = min(subject.micro_batch, rank_batch)
     # With offload, the device holds the micro-batches copied ahead and the one in use.
     staged = (subject.prefetch + 1) * subject.micro_batch if subject.offload else rank_batch
     features = formulas.our_features_bytes(rank_batch, subject.width, subject.feature_itemsize)
     towers = subject.towers.values()
-    saved = sum(seen * tower.saved_per_pair for tower in towers)
     backbone: float = subject.static.gradient * subject.parameters
+    workspace = workspace_on(machine.device)
+    loss = formulas.loss_bytes(method.loss, batch, machine.gpus, subject.width, workspace)
     if method.cached:
         # A replay sums gradients aside: those of the running tower for this micro-batch come on
         # top, and so do the gradients of the features.
         backbone += max(seen * t.saved_per_pair + formulas.FP32 * t.parameters for t in towers)
         backbone += features / 2
-    else:
-        backbone += saved
-    workspace = workspace_on(machine.device)
-    loss = formulas.loss_bytes(method.loss, batch, machine.gpus, subject.width, workspace)
+    else:  # the towers' graphs exist while the loss is computed
+        saved = sum(rank_batch * tower.saved_per_pair for tower in towers)
+        backbone, loss = backbone + saved, loss + saved
     return Memory(
         static=subject.static.at_rest(subject.parameters, subject.states)
         + subject.static.held * subject.frozen_parameters,
         data=min(staged, rank_batch) * subject.pair_bytes,
         features=features,
-        # Without the cache the towers' graphs exist while the loss is computed.
-        loss=loss + (0 if method.cached else saved),
+        loss=loss,
         backbone=backbone,
         host=formulas.host_bytes(
             rank_batch=rank_batch,
@@ -147,7 +146,7 @@ def products(method: Method, batch: int, subject: Subject, machine: Machine) -> 
     """
     if method.loss != OURS:
         return method.products
-    dtype, device = getattr(torch, subject.static.activations), torch.device(machine.device)
+    dtype, device = subject.static.activations, torch.device(machine.device)
     rows = -(-batch // machine.gpus)
     left = workspace_on(machine.device)
     if machine.gpus > 1:  # the exchange takes its part of the workspace first
@@ -177,7 +176,6 @@ class Rate:
     pairs_per_second: float  # through the towers, replay included
     flops_per_second: float  # in the products of the loss
     bytes_per_second: float  # sent by a rank
-    source: str  # origin of the figures, for the table
 
 
 @dataclass(frozen=True)

@@ -18,30 +18,15 @@ import bisect
 from collections.abc import Callable
 
 __all__ = [
-    "CLIP_PRODUCTS",
-    "CROSS_GPU",
-    "DENSE",
-    "FP32",
-    "GIB",
-    "INF_CL",
-    "INF_CL_PRODUCTS",
-    "LOCAL",
-    "OURS",
-    "OUR_PRODUCTS",
-    "epoch_hours",
-    "exchange_bytes",
-    "host_bytes",
-    "largest_batch",
-    "loss_bytes",
-    "loss_flops",
-    "our_features_bytes",
-]
+    "CLIP_PRODUCTS", "CROSS_GPU", "DENSE", "FP32", "GIB", "INF_CL", "INF_CL_PRODUCTS",
+    "LOCAL", "OURS", "OUR_PRODUCTS", "epoch_hours", "exchange_bytes", "host_bytes",
+    "largest_batch", "loss_bytes", "loss_flops", "our_features_bytes",
+]  # fmt: skip
 
 GIB = 2**30
-FP32 = 4
+FP32, FP64 = 4, 8
 DENSE, LOCAL, INF_CL, OURS = "dense (CLIP)", "local (OpenCLIP)", "Inf-CL", "lightning-mp"
 CROSS_GPU = "cross-GPU"
-FP64 = 8
 
 # Matrix products of `2 b B D` FLOPs in a loss and its backward. CLIP's code computes the logits of
 # both directions, Inf-CL's kernels recompute them for each gradient, and ours computes them once,

@@ -26,17 +26,14 @@ class StaticBytes:
     copy: int  # the half copy that modules compute with; autocast makes one in each forward
     gradient: int  # as the optimizer sees it
     bucket: int  # in the buckets of DDP
-    activations: str  # dtype that most modules compute in
+    activations: torch.dtype  # that most modules compute in
     policy: str  # where that dtype comes from: `"none"`, `"autocast"` or `"weights"`
     stepped: str = "float32"  # dtype of the weights that the optimizer is given
 
     @property
     def held(self) -> int:
         """Bytes of a frozen parameter, which needs no residual."""
-        dtype: torch.dtype = getattr(
-            torch, self.activations if self.policy == "weights" else "float32"
-        )
-        return dtype.itemsize
+        return (self.activations if self.policy == "weights" else torch.float32).itemsize
 
     def at_rest(self, parameters: int, states: Mapping[str, int]) -> float:
         """Return the bytes of weights, copies, optimizer states and buckets."""
@@ -45,12 +42,12 @@ class StaticBytes:
 
 
 PRECISIONS = {
-    "32-true": StaticBytes(4, 0, 4, 4, "float32", "none"),
-    "16-mixed": StaticBytes(4, 2, 4, 4, "float16", "autocast"),
-    "bf16-mixed": StaticBytes(4, 2, 4, 4, "bfloat16", "autocast"),
-    "BalancedAMP": StaticBytes(4, 2, 4, 4, "float16", "autocast"),
-    "PureFP16": StaticBytes(4, 0, 4, 2, "float16", "weights"),
-    "bf16-true": StaticBytes(2, 0, 2, 2, "bfloat16", "weights", stepped="bfloat16"),
+    "32-true": StaticBytes(4, 0, 4, 4, torch.float32, "none"),
+    "16-mixed": StaticBytes(4, 2, 4, 4, torch.float16, "autocast"),
+    "bf16-mixed": StaticBytes(4, 2, 4, 4, torch.bfloat16, "autocast"),
+    "BalancedAMP": StaticBytes(4, 2, 4, 4, torch.float16, "autocast"),
+    "PureFP16": StaticBytes(4, 0, 4, 2, torch.float16, "weights"),
+    "bf16-true": StaticBytes(2, 0, 2, 2, torch.bfloat16, "weights", stepped="bfloat16"),
 }
 """By Lightning's name of a precision, or by the plugin. `PureFP16` has a weight and a residual of 2
 bytes each, and gradients of 4 bytes from `on_before_optimizer_step` on."""
@@ -118,8 +115,7 @@ class Subject:
     @property
     def feature_itemsize(self) -> int:
         """Bytes of a feature's value."""
-        dtype: torch.dtype = getattr(torch, self.static.activations)
-        return dtype.itemsize
+        return self.static.activations.itemsize
 
     def flops_per_pair(self, *, cached: bool) -> float:
         """Return the FLOPs of a forward and backward of a pair through all towers."""

@@ -81,7 +81,11 @@ def plan_lines(
     if rate is not None:
         yield ""
         yield from aligned([*_times(subject, machine, batch, rate, pairs)])
-        yield f"Rate: {rate.source}"
+        work = subject.flops_per_pair(cached=True) / 1e9
+        yield (
+            f"Rate: {rate.pairs_per_second:,.0f} pairs/s a rank, {work:,.0f} GFLOP a pair; "
+            f"products of the loss at {rate.flops_per_second / 1e12:.3g} TFLOP/s"
+        )
     else:
         yield "Times: pass `--pairs-per-second` of a GPU, or the `--tflops` that it sustains."
 

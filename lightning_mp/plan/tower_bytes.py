@@ -32,10 +32,11 @@ def computing_in(precision: StaticBytes) -> AbstractContextManager[None]:
     """Return the context in which modules compute in the dtypes of a precision."""
     from lightning_mp.precision.op_policy import OpPolicy
 
-    dtype = getattr(torch, precision.activations)
     if precision.policy == "autocast":
-        return OpPolicy().context("cpu", dtype)
-    return _DtypeContextManager(dtype) if precision.policy == "weights" else nullcontext()
+        return OpPolicy().context("cpu", precision.activations)
+    if precision.policy == "weights":
+        return _DtypeContextManager(precision.activations)
+    return nullcontext()
 
 
 def blank(model: nn.Module) -> None:
@@ -74,6 +75,7 @@ class _Counter:
     """Attributes the storages that autograd saves to the running tower, each storage once."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._owned = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self.of: dict[str, _Counts] = defaultdict(_Counts)  # by name of the tower
         self._running: list[str] = []
@@ -94,12 +96,14 @@ class _Counter:
         # Models of transformers also return tokens.
         features = next((leaf for leaf in tensors if leaf.ndim == 2), tensors[0])
         counts.width = features.shape[-1]
-        counts.parameters = _trained_values(outputs)
         if features.requires_grad:
+            self._model.zero_grad(set_to_none=True)
             with FlopCounterMode(display=False) as flops:
                 # A step with manual optimization runs its own backward later.
                 features.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
             counts.backward_flops += flops.get_total_flops()
+            reached = [p for p in self._model.parameters() if p.grad is not None]
+            counts.parameters = sum(p.numel() for p in reached)
         return outputs
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -108,21 +112,6 @@ class _Counter:
             # Kept alive, so that its key stays unique. Nested towers count for the outer one.
             self.of[self._running[0]].saved[_storage(tensor)] = tensor.untyped_storage()
         return tensor
-
-
-def _trained_values(outputs: Any) -> int:
-    """Return the number of trained values that the outputs depend on."""
-    reached = [tensor.grad_fn for tensor in tensors_in(outputs)]
-    seen, values = set(reached), 0
-    while reached:
-        node = reached.pop()
-        if node is None:
-            continue
-        values += node.variable.numel() if hasattr(node, "variable") else 0
-        following = {next_node for next_node, _ in node.next_functions} - seen
-        seen |= following
-        reached.extend(following)
-    return values
 
 
 def _storage(tensor: Tensor) -> int:
