@@ -19,7 +19,7 @@ from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.skipping import StepSkipper
 from lightning_mp.callbacks._step.training_state import loss_scale_of, numbers_of
-from lightning_mp.callbacks._words.non_finite import SAYS, remedy_for
+from lightning_mp.callbacks._words.non_finite import CAUSES, remedy_for
 from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 from lightning_mp.numerics.replay_state import RngState, own_generators
 from lightning_mp.numerics.tensor_stats import StatField, tensor_stats
@@ -147,9 +147,9 @@ class NonFiniteLocator(InstabilityMonitor):
         self._judge_late(trainer)
         step.optimizer_steps += 1
         if self._has_bad_loss(trainer, step):
-            self._locate(trainer, step, step.bad, SAYS["bad_loss"])
+            self._locate(trainer, step, step.bad, CAUSES["bad_loss"])
         elif self._has_bad_gradient(step):
-            self._locate(trainer, step, [], SAYS["bad_gradients"])
+            self._locate(trainer, step, [], CAUSES["bad_gradients"])
         if trainer.should_stop and step.located:
             self._skipper.skip(trainer, optimizer)
 
@@ -160,7 +160,7 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         if step.optimizer_steps == 0:
             if _is_manual(trainer) and self._has_bad_loss(trainer, step):
-                self._locate(trainer, step, step.bad, SAYS["bad_loss"])
+                self._locate(trainer, step, step.bad, CAUSES["bad_loss"])
             return  # batches are being accumulated
         self._step = None
         if step.scale is not None and step.backwards:
@@ -223,9 +223,10 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         bad = {index for each in gather_objects(trainer, step.bad) for index in each}
         if bad:
-            self._locate(trainer, step, sorted(bad), SAYS["bad_loss"])
+            self._locate(trainer, step, sorted(bad), CAUSES["bad_loss"])
         elif self._skips >= self.repeated:  # a dynamic scale finds its level by single overflows
-            cause = SAYS["overflows" if self._skips > 1 else "overflow"].format(count=self._skips)
+            key = "overflows" if self._skips > 1 else "overflow"
+            cause = CAUSES[key].format(count=self._skips)
             self._locate(trainer, step, [], cause)
 
     def _locate(self, trainer: pl.Trainer, step: _Step, indices: list[int], cause: str) -> None:
@@ -241,7 +242,7 @@ class NonFiniteLocator(InstabilityMonitor):
         facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
         plugin, eps = numbers_of(trainer, facts)["plugin"], _lost_epsilon(trainer, finding.dtype)
         remedy = remedy_for(finding, plugin, eps=eps, checks_gradients=self.check_gradients)
-        words = (f"{cause}: {finding.sentence}.", remedy)
+        words = (f"{cause} {finding.text}", remedy)
         amax, limit, name = finding.amax, finding.limit, finding.name or None
         verdict = Verdict("non_finite", amax, limit, "error", name, words=words)
         alarm = self.say(trainer, verdict, facts)

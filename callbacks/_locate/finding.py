@@ -6,10 +6,10 @@ from typing import Literal
 
 from lightning_mp.callbacks._locate.trace import Role, Seen, Trace, TracedCall
 from lightning_mp.callbacks._words.non_finite import (
-    SAYS,
-    at_scale,
+    CAUSES,
     backward_words,
     forward_words,
+    loss_backward_words,
     outside_words,
 )
 
@@ -26,7 +26,7 @@ class Finding:
 
     source: Source  # `"nowhere"`: the replay was finite; `"failed"`: the replay raised an error
     name: str = ""  # dotted name of the tensor or module, or the class of the root module
-    sentence: str  # without full stop
+    text: str  # description in whole sentences
     dtype: str = ""  # of the non-finite tensor, such as `"float16"`
     is_nan: bool = False  # whether the tensor contains NaN
     amax: float | None = None  # the largest magnitude of the inputs
@@ -122,7 +122,7 @@ def _in_forward(
     if given is not None:
         before = [c for c in before if c.ended < given.ended]
     suspects = _suspects_before(trace, before, call, near_limit)
-    sentence = forward_words(
+    text = forward_words(
         trace.title(call),
         bad,
         inputs,
@@ -131,7 +131,7 @@ def _in_forward(
         has_submodules=bool(inside),
     )
     name = call.name or type(trace.root).__name__
-    return _found("forward", name, sentence, inputs, bad, suspects, is_root=not call.name)
+    return _found("forward", name, text, inputs, bad, suspects, is_root=not call.name)
 
 
 def _outside(
@@ -150,8 +150,8 @@ def _outside(
         before = [c for c in ended if c.ended < bad_input.ended]
     outputs = [s for c in before for s in c.seen["output"] if s.is_finite]
     suspects = _suspects_before(trace, before, None, near_limit)
-    sentence = outside_words(root, bad, outputs, passed_to=bad_input)
-    return _found("forward", root, sentence, outputs, bad, suspects, is_root=True)
+    text = outside_words(root, bad, outputs, passed_to=bad_input)
+    return _found("forward", root, text, outputs, bad, suspects, is_root=True)
 
 
 # --- the backward --------------------------------------------------------------------------------
@@ -169,18 +169,17 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
         if first_bad is None:
             return None
         bad, came, suspects = first_bad, trace.groups["loss"], []
-        at = at_scale(scale)
-        sentence = SAYS["backward_of_loss"].format(root=root, bad=bad, at=at)
+        text = loss_backward_words(root, bad, scale)
     else:
         came, own = producer.seen["grad_output"], producer.own(gradients)
         leaving = [*producer.seen["grad_input"], *own]
         bad = _first_bad(leaving) or leaving[0]
         title = trace.title(producer)
-        sentence = backward_words(title, bad, came, is_parameter=bad in own, scale=scale)
+        text = backward_words(title, bad, came, is_parameter=bad in own, scale=scale)
         earlier = [c for c in reached if c.reached <= producer.reached]
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
     name = "" if producer is None else producer.name
-    finding = _found("backward", name or root, sentence, came, bad, suspects, is_root=not name)
+    finding = _found("backward", name or root, text, came, bad, suspects, is_root=not name)
     # Autocast casts gradients of fp32 weights to fp32 after they have overflowed in fp16.
     narrow = min((*came, bad), key=lambda s: s.limit)
     return replace(finding, dtype=narrow.dtype_name, limit=narrow.limit)
@@ -199,7 +198,7 @@ def _makes_gradient(trace: Trace, call: TracedCall) -> bool:
 def _found(
     source: Source,
     name: str,
-    sentence: str,
+    text: str,
     went_in: list[Seen],
     bad: Seen,
     suspects: Sequence[tuple[str, str]] = (),
@@ -209,7 +208,7 @@ def _found(
     return Finding(
         source=source,
         name=name,
-        sentence=sentence + (SAYS["suspects"].format(listed=listed) if suspects else ""),
+        text=f"{text} {CAUSES['suspects'].format(listed=listed)}" if suspects else text,
         dtype=bad.dtype_name,
         is_nan=bad.nan > 0,
         amax=max((s.amax for s in went_in), default=0.0),
@@ -220,7 +219,7 @@ def _found(
 
 
 def _held(source: Source, bad: Seen) -> Finding:
-    return _found(source, bad.path, SAYS[source].format(bad=bad), [bad], bad)
+    return _found(source, bad.path, CAUSES[source].format(bad=bad), [bad], bad)
 
 
 def _first_bad(seen: Iterable[Seen]) -> Seen | None:

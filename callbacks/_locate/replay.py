@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from lightning_mp.callbacks._locate.finding import Finding, find_source, headroom
 from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
-from lightning_mp.callbacks._words.non_finite import SAYS
+from lightning_mp.callbacks._words.non_finite import CAUSES
 from lightning_mp.numerics.floats import VALUE_DTYPES, accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
@@ -68,7 +68,7 @@ def search(
     # A `training_step` that fetches its batches itself cannot be replayed.
     step = trainer.lightning_module.training_step
     if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-        return 0, 0, Finding(source="failed", sentence=SAYS["no_replay"])
+        return 0, 0, Finding(source="failed", text=CAUSES["no_replay"])
     inexact = ""
     for index, record in enumerate(records):
         look = partial(_look, trainer, record, steps, near)
@@ -81,9 +81,9 @@ def search(
                 rank, finding = outlier
             elif finding.source == "backward" and scale is not None:
                 rank, finding = _at_lower_scales(look, rank, finding, scale)
-            return index, rank, replace(finding, sentence=finding.sentence + difference)
-    nowhere = SAYS["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
-    return 0, 0, Finding(source="nowhere", sentence=nowhere + inexact)
+            return index, rank, replace(finding, text=f"{finding.text} {difference}".rstrip())
+    nowhere = CAUSES["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
+    return 0, 0, Finding(source="nowhere", text=f"{nowhere} {inexact}".rstrip())
 
 
 _FAR = 100.0  # times the 99.9% quantile of magnitudes: no distribution of data has such tails
@@ -118,14 +118,13 @@ def _outlier(
     if any(each is not None for each, _, _ in again):
         return None
     name, amax, usual = found[rank]
-    words = {"path": name, "amax": amax, "usual": usual, "sentence": finding.sentence}
-    sentence = SAYS["outlier"].format(**words)
-    own = Finding(source="outlier", name=name, sentence=sentence, amax=amax, usual=usual)
+    text = CAUSES["outlier"].format(path=name, amax=amax, usual=usual, text=finding.text)
+    own = Finding(source="outlier", name=name, text=text, amax=amax, usual=usual)
     return rank, replace(own, dtype=finding.dtype, limit=finding.limit)
 
 
 def _difference(trace: Trace, record: Record) -> str:
-    """Return a sentence if the loss of the replay differs from the original, else `""`."""
+    """Return sentences if the loss of the replay differs from the original, else `""`."""
     if record.loss is None or len(trace.groups["loss"]) != 1:
         return ""
     (loss,) = trace.groups["loss"]
@@ -134,7 +133,7 @@ def _difference(trace: Trace, record: Record) -> str:
     if is_same and loss.is_finite:
         is_same = abs(loss.amax - before) <= _NEAR * max(loss.amax, before)
     now = f"{loss.amax:.4g}" if loss.is_finite else loss.kind
-    return "" if is_same else SAYS["not_exact"].format(now=now, before=before)
+    return "" if is_same else CAUSES["not_exact"].format(now=now, before=before)
 
 
 def _at_lower_scales(
@@ -156,8 +155,8 @@ def _at_lower_scales(
         fitting = max(fitting / 4, 1.0)
     else:
         fitting = 1.0
-    sentence = finding.sentence + SAYS["fitting_scale"].format(scale=fitting)
-    return rank, replace(finding, sentence=sentence, fitting_scale=fitting)
+    text = f"{finding.text} {CAUSES['fitting_scale'].format(scale=fitting)}"
+    return rank, replace(finding, text=text, fitting_scale=fitting)
 
 
 def _look(
@@ -168,9 +167,9 @@ def _look(
         trace = replay(trainer, record, scale, steps)
     except Exception as error:
         # A failed replay, for example by lack of memory, must not end the run.
-        text = (str(error).splitlines() or [""])[0][:200]
-        sentence = SAYS["failed"].format(name=type(error).__name__, text=text)
-        seen: _Seen = Finding(source="failed", sentence=sentence), 0.0, ""
+        text = (str(error).splitlines() or [""])[0][:200].removesuffix(".")
+        failed = CAUSES["failed"].format(name=type(error).__name__, text=text)
+        seen: _Seen = Finding(source="failed", text=failed), 0.0, ""
     else:
         seen = find_source(trace, near, scale), headroom(trace), _difference(trace, record)
     return gather_objects(trainer, seen)

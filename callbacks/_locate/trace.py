@@ -70,35 +70,36 @@ class Seen:
 
 @dataclass(eq=False)
 class TracedCall:
-    """One call of a module, and what was seen of it."""
+    """One call of a module, and the tensors that were seen in it."""
 
     name: str  # dotted; `""` for the root
     module: nn.Module
-    ended: int = 0  # when the forward did, on the clock of the trace from 1; 0 where it did not
-    reached: int = 0  # when the first gradient of an output came
-    left: int = 0  # when the first gradient of an input came
+    # Times on the clock of the trace, which starts at 1; 0 if the event has not occurred.
+    ended: int = 0  # end of the forward
+    reached: int = 0  # first gradient of an output
+    left: int = 0  # first gradient of an input
     seen: dict[Role, list[Seen]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def inside(self) -> str:
-        """What the names of everything inside the module start with."""
+        """The prefix of the names of submodules and their tensors."""
         return f"{self.name}." if self.name else ""
 
     def own(self, named: Iterable[Seen]) -> list[Seen]:
-        """Return the tensors of the module without those of the modules inside it."""
+        """Return the tensors of the module itself, without those of its submodules."""
         start = len(self.inside)
         return [s for s in named if s.path.startswith(self.inside) and "." not in s.path[start:]]
 
 
 class Trace:
-    """Hooks on all modules of a model that note statistics of tensors, for one step."""
+    """Hooks on all modules of a model that record statistics of tensors, for one step."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.calls: list[TracedCall] = []
-        self.groups: dict[str, list[Seen]] = defaultdict(list)  # what belongs to no call
+        self.groups: dict[str, list[Seen]] = defaultdict(list)  # tensors that belong to no call
         self._seen: list[Seen] = []
-        self._rows: list[Tensor] = []  # one for each of them, on the device
+        self._rows: list[Tensor] = []  # statistics of `_seen`, on the device
         self._clock = 0
         self._open: dict[nn.Module, list[TracedCall]] = defaultdict(list)
         self._hooks = ExitStack()
@@ -106,7 +107,7 @@ class Trace:
     def __enter__(self) -> "Trace":
         for path, module in self.root.named_modules():
             packages = {cls.__module__.split(".")[0] for cls in type(module).__mro__}
-            is_metric = "torchmetrics" in packages  # no part of the loss
+            is_metric = "torchmetrics" in packages  # not part of the loss
             if not isinstance(module, torch.jit.ScriptModule) and not is_metric:
                 before = partial(self._before, as_written(path))
                 hook = module.register_forward_pre_hook(before, with_kwargs=True)
@@ -119,7 +120,7 @@ class Trace:
         self._open.clear()
 
     def note(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Note tensors that belong to no call, such as `"batch"` or `"parameters"`."""
+        """Record tensors that belong to no call, such as `"batch"` or `"parameters"`."""
         self.groups[group] += self._take((as_written(name), each) for name, each in tensors)
 
     def _before(
@@ -128,8 +129,8 @@ class Trace:
         call = TracedCall(name, module)
         self.calls.append(call)
         self._open[module].append(call)
-        # A tensor that two modules take has one gradient, their sum; a view of its own tells what
-        # each of them gives.
+        # A tensor that is the input of two modules has the sum of two gradients. A view for each
+        # module separates them.
         if torch.is_grad_enabled():
             views: dict[int, Tensor] = {}
             args = _views(args, views)
@@ -141,7 +142,7 @@ class Trace:
         return args, kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        call = self._open[module].pop()  # the newest: a module may be called inside its own call
+        call = self._open[module].pop()  # the latest, because a module may call itself
         outputs = list(named_tensors(output))
         call.seen["output"] = self._take(outputs)
         call.ended = self._tick()
@@ -149,8 +150,8 @@ class Trace:
             self._catch(call, "grad_output", path, tensor)
 
     def _catch(self, call: TracedCall, role: Role, path: str, tensor: Tensor) -> None:
-        """Note the gradient of a tensor when there is one."""
-        # By hooks on tensors, as module hooks overlook those in dicts.
+        """Record the gradient of a tensor when it is computed."""
+        # Hooks of modules would miss tensors in dicts.
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return
 
@@ -168,12 +169,12 @@ class Trace:
         kept = [(n, t.detach()) for n, t in tensors if t.dtype in VALUE_DTYPES and not t.is_meta]
         if not kept:
             return []
-        # Only the local shard, because gathering would take all ranks and more memory.
+        # Only the local shard, because gathering would need all ranks and more memory.
         values = [local_shard(t) for _, t in kept]
         amax = tensor_stats(values)[:, StatField.AMAX].float()
         counts = count_non_finite(values).to(amax)
         positive = torch.stack([torch.isposinf(stored_values(v)).sum().to(amax) for v in values])
-        # Read at the end of the step, so that the host waits once.
+        # Read at the end of the step, so that the host waits only once.
         self._rows.append(torch.column_stack([amax, counts, positive]))
         seen = [Seen(name, t.dtype) for name, t in kept]
         self._seen += seen
@@ -193,7 +194,7 @@ class Trace:
 
     def title(self, call: TracedCall) -> str:
         if not call.name:
-            return f"the root `{type(self.root).__name__}` itself"
+            return f"The root `{type(self.root).__name__}` itself"
         return f"`{call.name}` ({type(call.module).__name__})"
 
 

@@ -1,4 +1,4 @@
-"""Puts a verdict into words: chooses its sentences and fills in the numbers."""
+"""Describes a verdict in words: chooses the sentences and fills in the numbers."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,7 +12,7 @@ _ORDINALS = ("zeroth", "first", "second", "third", "fourth", "fifth", "sixth", "
 
 
 class _Number:
-    """A number that is also written as an ordinal, `{n:th}`, or with a noun, `{n:count step}`."""
+    """A number with additional formats: ordinals, `{n:th}`, and nouns, `{n:count step}`."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -34,14 +34,14 @@ class _Number:
 
 
 def words_for(verdict: Verdict, tags: Collection[str], **numbers: Any) -> tuple[str, str]:
-    """Return message and remedy of a verdict, in a run with such tags and numbers."""
+    """Return message and remedy of a verdict in a run with these tags and numbers."""
     if verdict.words is not None:
         return verdict.words
     own = {"value": verdict.value, "threshold": verdict.threshold, "tensor": verdict.tensor}
     fields = {"count": 1, **numbers, **own, **verdict.numbers}
     fields = {k: _Number(v) if isinstance(v, int | float) else v for k, v in fields.items()}
     holds = {*tags, *verdict.tags}
-    if "fp16" in verdict.tags:  # of the tensor itself, whatever the plugin of the run
+    if "fp16" in verdict.tags:  # the tensor is in fp16, whatever the precision of the run
         holds.discard("wide")
     ways = [SENTENCES[way] for way in verdict.ways] or [_choose(REMEDIES, verdict.kind, holds)]
     message = [_choose(MESSAGES, verdict.kind, holds), *(SENTENCES[key] for key in verdict.also)]
@@ -51,7 +51,7 @@ def words_for(verdict: Verdict, tags: Collection[str], **numbers: Any) -> tuple[
 
 
 def _choose(table: dict[str, str], kind: str, holds: Collection[str]) -> str:
-    """Return the sentence of a kind with most tags, of those whose tags all hold."""
+    """Return the sentence of a kind with the most tags, among those whose tags all hold."""
     keys = [key.split(", ") for key in table if key.split(", ")[0] == kind]
     best = max((key for key in keys if {*key[1:]} <= {*holds}), key=len)
     return table[", ".join(best)]

@@ -101,15 +101,16 @@ def causes() -> Iterator[str]:
     mlp, head = "`layers.0.mlp` (MLP)", TracedCall("head", nn.Linear(1, 1))
     none: dict[str, Any] = {"passed_to": None, "buffer": None, "has_submodules": False}
     says: dict[str, Any] = {
-        **{"count": 3, "name": "ValueError", "text": "no", "bad": both, "root": "Model"},
-        **{"at": locator.at_scale(512.0), "now": nan.kind, "before": 0.693, "scale": 256.0},
+        **{"count": 3, "name": "ValueError", "bad": both, "root": "Model"},
+        **{"now": nan.kind, "before": 0.693, "scale": 256.0, "title": mlp},
+        **{"call": head, "buffer": both, "largest": fine, "mask": mask},
         "listed": "`up` (weight 60000); `norm` (output 9)",
         "path": "batch[0]",
         "amax": 1e6,
-        **{"usual": 3.1, "sentence": "`conv` made inf"},
+        **{"usual": 3.1, "text": "`conv` (Conv2d) made inf in the forward."},
     }
     yield from (
-        *(f"[{key}]\n{text.format(**says)}\n" for key, text in locator.SAYS.items()),
+        *(f"[{key}]\n{text.format(**says)}\n" for key, text in locator.CAUSES.items()),
         locator.forward_words(mlp, inf, [fine], **none) + "\n",
         locator.forward_words(mlp, nan, [fine, mask], **{**none, "has_submodules": True}) + "\n",
         locator.forward_words(mlp, nan, [fine], **{**none, "passed_to": head}) + "\n",
@@ -118,6 +119,7 @@ def causes() -> Iterator[str]:
         locator.outside_words("Model", inf, [], passed_to=head) + "\n",
         locator.backward_words(mlp, inf, [fine], is_parameter=False, scale=None) + "\n",
         locator.backward_words(mlp, both, [fine], is_parameter=True, scale=512.0) + "\n",
+        locator.loss_backward_words("Model", nan, 512.0) + "\n",
     )
     for source, more in (
         ("batch", {}),
@@ -131,9 +133,9 @@ def causes() -> Iterator[str]:
         ("backward", {"dtype": "float16"}),
         ("backward", {"dtype": "float32"}),
     ):
-        finding = Finding(source=source, name="head", sentence="", **more)  # type: ignore[arg-type]
+        finding = Finding(source=source, name="head", text="", **more)  # type: ignore[arg-type]
         yield f"[{source}, {more}]\n{locator.remedy_for(finding, 'BalancedAMP')}\n"
-    held = Finding(source="parameter", name="head", sentence="", dtype="float16")
+    held = Finding(source="parameter", name="head", text="", dtype="float16")
     for options in ({"eps": 1e-8}, {"checks_gradients": False}):
         remedy = locator.remedy_for(held, "BalancedAMP", **options)  # type: ignore[arg-type]
         yield f"[parameter, {options}]\n{remedy}\n"

@@ -90,7 +90,7 @@ def test_nan_of_a_half_linear_that_gets_too_large_an_input_is_cured_by_fp32(kind
     watch(Watched(loud, steps=8, sabotage=turn_up), [before], BalancedAMP(loss_scale=1.0))
     (alarm,) = said(before)
     assert (alarm.step, alarm.tensor) == (5, "network.2")
-    assert "Compute it in fp32, with `BalancedAMP(fp32_modules=" in alarm.remedy
+    assert "Run the module in fp32 with `BalancedAMP(fp32_modules=" in alarm.remedy
     if "NaN" in alarm.message.partition("made ")[2][:12]:
         assert "inf_clamp" not in alarm.remedy
     watch(Watched(loud, steps=8, sabotage=turn_up), [after], BalancedAMP(loss_scale=1.0, **options))

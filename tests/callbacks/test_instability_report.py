@@ -245,7 +245,7 @@ def test_report_of_a_run_that_fails_says_why_and_has_the_last_alarms(tmp_path: P
 def test_report_that_cannot_be_written_warns_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     model = Told(steps=3)
-    with pytest.warns(UserWarning, match=r"could not write .*Training goes on"):
+    with pytest.warns(UserWarning, match=r"could not write .*Training continues"):
         watch(model, [InstabilityReport(dirpath=str(tmp_path / "file"))])
     assert len(model.losses) == 3
     report = InstabilityReport(dirpath=str(tmp_path / "file"))

@@ -97,7 +97,7 @@ def test_killed_run_leaves_its_last_alarm_and_the_resumed_one_goes_on_with_the_p
     said = [(alarm["step"], alarm["message"]) for alarm in data["alarms"]]
     assert said == [
         (10, "It is odd."),
-        (25, "This was before the run was resumed. It is odd."),
+        (25, "This alarm was raised before the run was resumed. It is odd."),
         (30, "It is odd."),
     ]
 
@@ -199,7 +199,7 @@ def test_report_on_a_full_disk_warns_once_and_keeps_the_page_of_before(tmp_path:
         warnings.simplefilter("always")
         watch(Watched(steps=9), [report, monitor, acts])  # type: ignore[list-item]
     (told,) = _texts(caught, "could not")
-    assert "File too large. Training goes on." in told
+    assert "File too large. Training continues." in told
     assert {path.name for path in tmp_path.iterdir()} == {"instability.html", "instability.json"}
     alarms = _data(tmp_path / "instability.json")["alarms"]
     assert [alarm["step"] for alarm in alarms] == [1, 4, 5, 6]
@@ -300,7 +300,7 @@ def test_report_that_a_logger_does_not_take_warns_and_is_kept_back_on_request(
             return fail
 
     broken, after = Broken(tmp_path, methods=["log_artifact"]), Kept(tmp_path, methods=["add_text"])
-    match = "could not give its page to Broken: ConnectionError: no route. Training goes on"
+    match = "could not log its page to Broken: ConnectionError: no route. Training continues"
     with pytest.warns(UserWarning, match=match):
         watch(Watched(steps=2), [InstabilityReport()], logger=[broken, after], log_every_n_steps=1)
     assert [call[0] for call in after.calls] == ["add_text"]
@@ -345,7 +345,7 @@ def test_alert_whose_function_fails_warns_once(tmp_path: Path) -> None:
         watch(Watched(steps=5), [report, AlarmAt(1, 3)])
     said = [str(each.message) for each in caught if "no mail" in str(each.message)]
     assert len(said) == 1
-    assert "Training goes on." in said[0]
+    assert "Training continues." in said[0]
 
 
 @pytest.fixture
@@ -399,7 +399,7 @@ def test_alert_that_does_not_arrive_warns_without_the_url_and_training_goes_on(
     # Port 1 is privileged, and nothing of a test listens there.
     url = f"{server[0]}/broken" if target == "answers-500" else "http://127.0.0.1:1/secret"
     report = InstabilityReport(dirpath=str(tmp_path), alert=url)
-    with pytest.warns(UserWarning, match="a URL that an alarm could not be sent to") as caught:
+    with pytest.warns(UserWarning, match="could not send an alarm to a URL") as caught:
         watch(Watched(steps=5), [report, AlarmAt(1, 3)])
     assert not any(url in str(each.message) for each in caught)
     assert _data(tmp_path / "instability.json")["run"]["end"]["how"] == "finished"
@@ -436,7 +436,7 @@ def test_alert_tells_no_secret_of_its_url(
     host = server[0].removeprefix("http://")
     alerts = Alerts(url.format(server=server[0], host=host))
     alerts.send("Watched", ALARM)
-    with pytest.warns(UserWarning, match="a URL that an alarm could not be sent to: ") as caught:
+    with pytest.warns(UserWarning, match="could not send an alarm to a URL: ") as caught:
         alerts.finish()
     said = [*(str(each.message) for each in caught), *logged, *capfd.readouterr()]
     assert not any(SECRET.lower() in text.lower() for text in said)
@@ -473,7 +473,7 @@ def test_argument_that_is_refused_tells_no_secret_of_a_url(arguments: dict[str, 
 
 def test_report_keeps_the_secret_of_its_url_out_of_page_and_checkpoint(tmp_path: Path) -> None:
     report = InstabilityReport(dirpath=str(tmp_path), alert=f"http://127.0.0.1:1/{SECRET}")
-    with pytest.warns(UserWarning, match="a URL that an alarm could not be sent to"):
+    with pytest.warns(UserWarning, match="could not send an alarm to a URL"):
         trainer = watch(Watched(steps=3), [report, AlarmAt(1)])
     trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
     for path in tmp_path.iterdir():

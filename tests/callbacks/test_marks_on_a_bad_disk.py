@@ -88,7 +88,7 @@ def test_run_whose_checkpoints_cannot_be_written_is_as_without_a_guard(
     (text,) = results[0][0]
     assert "could not write a checkpoint to" in text
     assert text.count(str(tmp_path)) == 1  # no temporary file
-    assert "Training goes on." in text
+    assert "Training continues." in text
 
 
 class FillsUp(PlantedModel):

@@ -51,7 +51,7 @@ def test_locator_a_batch_that_is_changed_in_place_is_said_to_be_not_exact() -> N
             return loss
 
     (alarm,) = locate(Scales(Body), loader=data(1)).alarms
-    assert "the replay is not exact, with a loss of " in alarm.message
+    assert "The replay is not exact: its loss is " in alarm.message
 
 
 @dataclass
@@ -111,7 +111,7 @@ def test_locator_state_out_of_sight_makes_the_replay_inexact() -> None:
         return Body(Draws([1.0, 1.0, 0.0, 1.0, 1.0], lambda hidden: hidden.pop(0)))
 
     (alarm,) = locate(Model(body), loader=data(3), max_replays=1).alarms
-    assert "came out finite when it was run again; the replay is not exact" in alarm.message
+    assert "The replay of the step was finite. The replay is not exact" in alarm.message
 
 
 # --- masks ---------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_locator_a_row_that_is_masked_fully_is_named_with_its_softmax() -> None:
     model = Model(lambda: Body(Attention(nn.Softmax(-1), fully=True)))
     (alarm,) = locate(model, max_replays=1).alarms
     assert alarm.tensor == "body.1.softmax"
-    assert "but for a mask of -inf, `[0]`" in alarm.message
+    assert "The -inf in its input `[0]` is a mask." in alarm.message
 
 
 @pytest.mark.parametrize("after", [nn.Linear(WIDTH, WIDTH), None], ids=["layer", "loss"])

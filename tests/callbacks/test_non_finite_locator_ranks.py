@@ -97,7 +97,7 @@ def test_locator_ranks_replay_together_and_name_the_one_that_failed(
     (alarm,) = first["alarms"]
     assert (alarm.step, alarm.tensor) == (2 // accumulate, "body.1")
     assert "batch 2, rank 1: " in alarm.message
-    assert ": `body.1` (Spoils) made" in alarm.message
+    assert ". `body.1` (Spoils) made" in alarm.message
     runs = [0, 1, 2, 2, 3] if accumulate == 1 else [0, 1, 2, 3, 2]
     assert first["runs"] == second["runs"] == runs
     if plugin is not None:  # without a loss scale, weights are NaN from then on

@@ -124,7 +124,7 @@ def test_locator_the_batch_that_failed_is_named_among_accumulated_ones(plugin: A
     locator = locate(model, plugin(), accumulate_grad_batches=3, max_replays=1)
     (alarm,) = locator.alarms
     assert alarm.step == 1
-    assert "Step 1, epoch 0, batch 4, rank 0: The loss is not finite: " in alarm.message
+    assert "Step 1, epoch 0, batch 4, rank 0: The loss is not finite. " in alarm.message
     assert (alarm.epoch, alarm.batch_idx, alarm.rank) == (0, 4, 0)
     assert model.runs == [0, 1, 2, 3, 4, 5, 4]
 
@@ -140,7 +140,7 @@ def test_locator_an_overflow_among_accumulated_batches_is_searched_for_in_each()
     model = Roots()
     locator = locate(model, BalancedAMP(), accumulate_grad_batches=3, max_replays=1, repeated=1)
     (alarm,) = locator.alarms
-    assert "batch 4, rank 0: Gradients overflowed in this step: " in alarm.message
+    assert "batch 4, rank 0: Gradients overflowed in this step. " in alarm.message
     assert model.runs == [0, 1, 2, 3, 4, 5, 3, 4, 4]  # the last at a loss scale of 1
 
 
@@ -201,7 +201,7 @@ def test_locator_a_step_that_cannot_be_run_again_is_reported_as_such() -> None:
             return super().training_step(batch, batch_idx) * torch.nan
 
     (alarm,) = locate(Once(), max_replays=1).alarms
-    assert "the replay failed with ValueError: a generator." in alarm.message
+    assert "The replay failed with ValueError: a generator." in alarm.message
 
 
 def test_locator_a_failure_that_does_not_happen_again_is_reported_as_such() -> None:
@@ -212,7 +212,7 @@ def test_locator_a_failure_that_does_not_happen_again_is_reported_as_such() -> N
             return loss * torch.nan if is_first and batch_idx == 1 else loss
 
     (alarm,) = locate(Fleeting(), max_replays=1).alarms
-    assert "came out finite when it was run again" in alarm.message
+    assert "The replay of the step was finite." in alarm.message
 
 
 # --- what it does about it -----------------------------------------------------------------------

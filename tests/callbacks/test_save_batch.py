@@ -121,7 +121,7 @@ def test_batches_on_a_full_disk_are_named_by_no_alarm_and_told_of_once(tmp_path:
         fit(Full(planted), make_batches(46), *monitors, default_root_dir=tmp_path)
     told = [str(each.message) for each in caught if "could not" in str(each.message)]
     assert len(told) == 1
-    assert "File too large. Training goes on." in told[0]
+    assert "File too large. Training continues." in told[0]
     alarms = [alarm for monitor in monitors for alarm in monitor.alarms]
     assert len({alarm.step for alarm in alarms}) > 1
     assert not any(alarm.batch_path or "Its batch is in" in alarm.message for alarm in alarms)

@@ -274,7 +274,7 @@ def test_collector_of_a_run_that_fails_has_written_its_last_sample(tmp_path: Pat
 
 def test_collector_that_cannot_write_warns_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match=r"`TensorCollector` could not write .*Training goes on"):
+    with pytest.warns(UserWarning, match=r"`TensorCollector` could not write .*Training continues"):
         trainer = watch(Watched(steps=2), [TensorCollector(dirpath=str(tmp_path / "file" / "t"))])
     assert trainer.global_step == 2
 

@@ -187,7 +187,7 @@ FAILURES = [
         name="exploding gradients in a deep network",
         settings={"network": deep, "steps": 200, "lr": 1e-2, "optimizer": SGD},
         monitor="NonFiniteLocator", kind="non_finite", tensors=("network.10",), step=1,
-        advises="initialise them smaller",
+        advises="Smaller initial weights",
         cure="weights that keep the scale",
         remedy={"network": functools.partial(deep, 2**0.5)},
     ),

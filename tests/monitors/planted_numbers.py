@@ -300,7 +300,7 @@ FAILURES = [
         settings={"network": attention, "corrupt": at_step(first_row(0.0)), "share": 0.95},
         monitor="NonFiniteLocator", kind="non_finite", tensors=("network.0",),
         from_step=STEP, step=STEP,
-        advises="a softmax of a row that is masked as a whole",
+        advises="a softmax over a fully masked row",
         cure="a finite number for masked logits",
         remedy={"network": functools.partial(attention, -1e4)},
     ),

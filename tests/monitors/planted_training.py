@@ -191,7 +191,7 @@ FAILURES = [
         precision=lambda: BalancedAMP(loss_scale=1.0),
         monitor="NonFiniteLocator", kind="non_finite", tensors=("batch[0]",),
         from_step=STEP, step=STEP + 2,
-        advises="Repair or leave out such samples",
+        advises="Repair or remove such samples",
         cure="inputs within limits", remedy={"corrupt": repaired(one_value(1e6), last=200)},
     ),
     Planted(
