@@ -42,7 +42,7 @@ def module_errors(runs: Runs) -> tuple[Preflight, Run, dict[str, float]]:
         try:
             error = _module_error(runs, path, type(module).__name__, whole, half)
             modules.append(replace(error, order=len(modules)))
-        except Exception as failure:  # some modules need what their parent prepares
+        except Exception as failure:  # some modules need state that their parent prepares
             reason = (str(failure).splitlines() or [type(failure).__name__])[0][:100]
             notes.append(f"`{path}` could not run alone: {reason}")
     ratio, worst = error_of(whole, half, noise)
@@ -92,8 +92,8 @@ def _noise(runs: Runs, whole: Run) -> dict[str, float]:
     half, order = rows // 2, [*range(rows)]
     first, second = gradients(order[:half]), gradients(order[half : 2 * half])
     noise = {name: relative(second[name], g) for name, g in first.items() if name in second}
-    # Another order of rows changes only rounding, so a gradient that changes consists of rounding,
-    # like that of a bias before BatchNorm; unless the order of rows has a meaning.
+    # Another order of rows changes only rounding. A gradient that then changes is pure rounding
+    # error, for example of a bias before BatchNorm, unless the order of rows has a meaning.
     turned = gradients(order[::-1])
     changes = {name: relative(turned[name], whole.gradients[name]) for name in noise}
     if changes and median(changes.values()) < _ROUNDING / 10:
@@ -116,7 +116,7 @@ def _module_error(runs: Runs, path: str, kind: str, whole: Run, half: Run) -> Mo
         path,
         kind,
         relative(rounded, exact),
-        # All gradients together: one that is 0 except for rounding says nothing alone.
+        # All gradients together, because one gradient may be 0 except for rounding.
         relative(*(torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True)))
         if pairs
         else 0.0,
@@ -133,7 +133,7 @@ def _stagnant(runs: Runs) -> float:
         return 0.0
     still = count = 0.0
     for optimizer in runs.trainer.optimizers:
-        if "Adam" not in type(optimizer).__name__:  # its updates are about the learning rate
+        if "Adam" not in type(optimizer).__name__:  # Adam's updates are about the learning rate
             continue
         for group in optimizer.param_groups:
             # A schedule keeps the learning rate after the warm-up in the group.

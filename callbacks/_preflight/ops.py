@@ -1,4 +1,4 @@
-"""Modes that watch the ops of a run: those that round in half precision, and the work in fp32."""
+"""Modes that observe the ops of a run: ops that round in half precision, and work in fp32."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ class RoundingOps(TorchFunctionMode):
 
     Args:
         half: The half-precision dtype.
-        device_type: Of the model.
+        device_type: Device type of the model.
     """
 
     def __init__(self, half: torch.dtype, device_type: str) -> None:
@@ -51,13 +51,13 @@ class RoundingOps(TorchFunctionMode):
         try:
             with torch.no_grad(), autocast, torch._C.DisableTorchFunction():
                 exact = func(*args, **kwargs)
-        except Exception:  # an op that takes no fp32: only a run can tell
+        except Exception:  # the op does not accept fp32, so only a run can tell
             return True
         return not torch.equal(output.detach().float(), exact.float())
 
     @contextmanager
     def following(self, modules: Iterator[tuple[str, nn.Module]]) -> Iterator[None]:
-        """Know, inside, which of these modules is running."""
+        """Track which of these modules is running, within the context."""
         with ExitStack() as stack:
             for path, module in modules:
                 enter = module.register_forward_pre_hook(
@@ -83,7 +83,7 @@ def _name_of(function: str) -> str:
 
 
 class Fp32Work(TorchDispatchMode):
-    """Adds up the work of a run in fp32: FLOPs of products, and one for each other output value."""
+    """Sums the work of a run in fp32: FLOPs of products, and one per value of other outputs."""
 
     def __init__(self) -> None:
         super().__init__()

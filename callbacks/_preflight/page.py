@@ -1,4 +1,4 @@
-"""The page of a preflight: verdict, settings, a picture of errors by module, and a table."""
+"""Renders a preflight as a page: verdict, settings, a plot of errors by module, and a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["preflight_page"]
 
-_ROWS = 40  # modules in the picture
+_ROWS = 40  # modules in the plot
 _LOW, _HIGH = -6.0, 1.0  # powers of ten on the axis
 _LEFT, _WIDTH, _HEIGHT = 330, 560, 20  # width of names and axis, height of a row
 _ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -59,8 +59,8 @@ pre { padding: 12px 14px; background: var(--card); border: 1px solid var(--line)
 <main>
 $settings
 <section><h2>Errors by module</h2>
-<p>Relative errors of $half, in the order of the model: a filled dot is the error of the module
-alone, a circle the error of its output in the run$after. The dashed line is the unit of rounding,
+<p>Relative errors of $half, in the order of the model. A filled dot is the error of the module
+alone, a circle is the error of its output in the run$after. The dashed line is the unit roundoff,
 $unit.</p>
 <figure>$picture</figure></section>
 <section><h2>All modules</h2>
@@ -100,7 +100,7 @@ def preflight_page(found: Preflight, title: str, verdict: str, settings: str) ->
         settings=mends,
         half=half,
         unit=f"{_ROUNDING[found.half]:.1e}",
-        after="" if found.mended is None else ", a square the same with the settings",
+        after="" if found.mended is None else ", and a square is this error with the settings",
         picture=_picture(found),
         head=_row("th", head_of(found)),
         rows=rows,

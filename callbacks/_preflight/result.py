@@ -36,7 +36,7 @@ class Remedy:
 
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
-        """Argument and value of each module and op that is named."""
+        """Argument and name of each module and op."""
         kinds = ("fp32_modules", "fp32_ops", "inf_clamp")
         return tuple((kind, name) for kind in kinds for name in getattr(self, kind))
 
@@ -114,7 +114,7 @@ class Preflight:
         callers: For each op of the remedy, the modules that call it in half precision.
         stagnant: Share of half weights that an update of the size of the learning rate leaves
             unchanged.
-        notes: What could not be measured.
+        notes: Sentences about modules that could not be measured.
     """
 
     half: torch.dtype
@@ -136,12 +136,12 @@ class Preflight:
 
     @property
     def stagnates(self) -> bool:
-        """Whether so many weights are stagnant that it matters."""
+        """Whether the share of stagnant weights matters."""
         return self.stagnant >= STAGNANT
 
     @property
     def is_mended(self) -> bool:
-        """Whether the remedy brings the errors below what matters."""
+        """Whether no error matters with the remedy."""
         return self.mended is not None and self.mended < MATTERS
 
     @property

@@ -56,7 +56,7 @@ class ModuleCall(NamedTuple):
             dtype = next(left, tensor.dtype)
             if not tensor.is_floating_point() or not dtype.is_floating_point:
                 return tensor
-            most = torch.finfo(dtype).max  # the module before is to blame for more
+            most = torch.finfo(dtype).max  # beyond this, the previous module has overflowed
             return tensor.clamp(-most, most).to(dtype)
 
         args, kwargs = map_tensors((self.args, self.kwargs), rounded)
@@ -247,7 +247,7 @@ class Runs:
         return [torch.empty(0) if x is None else x.detach().float() for x in tensors]
 
     def _recompute_context(self, fp32_ops: Sequence[str] = ()) -> AbstractContextManager[Any]:
-        """Return the context of a backward, in which checkpoints run their forward again."""
+        """Return the context of a backward, in which checkpoints recompute their forward."""
         if fp32_ops:
             return self._policy(fp32_ops).recompute_context(self._device_type)
         if isinstance(self.plugin, ScaledPrecision):
@@ -281,7 +281,7 @@ class Runs:
             loop: Any = self.trainer.fit_loop.epoch_loop
             kwargs = loop._build_kwargs(OrderedDict(), copy_containers(batch), self._batch_idx)
             with context:
-                # Until after the backward, in which checkpoints run modules again.
+                # Kept until after the backward, in which checkpoints recompute modules.
                 stack.enter_context(changes or nullcontext())
                 loss = loss_in(self.module.training_step(*kwargs.values()))
             if loss is None:
@@ -308,7 +308,7 @@ def _recording(
             return
         if path not in calls:
             detached = map_tensors((args, kwargs), torch.Tensor.detach)
-            # A call may have written to other objects, such as caches of keys and values.
+            # The call may have modified other objects, such as caches of keys and values.
             given = tuple(v if _is_plain(v) else None for v in detached[0])
             named = {k: v if _is_plain(v) else None for k, v in detached[1].items()}
             calls[path] = ModuleCall(given, named, tensor.detach())
@@ -354,7 +354,7 @@ def fp32_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Leaves dropout out: its masks differ between dtypes, which would look like errors."""
+    """Disables dropout, because its masks differ between dtypes, which would look like errors."""
 
     _DROPS = (
         *(functional.dropout, torch.dropout, functional.alpha_dropout),

@@ -1,4 +1,4 @@
-"""Finds the settings that mend the errors of half precision; each is tried by a run of the step."""
+"""Finds the settings that mend the errors of half precision by running the step with each."""
 
 import math
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
 __all__ = ["look"]
 
-_TRIED = 8  # modules, by their own errors, and ops
-_CLAMPED = 4  # modules whose output exceeds fp16
+_TRIED = 8  # tried modules with the largest own errors, and tried ops
+_CLAMPED = 4  # tried clamps of modules whose output exceeds fp16
 _MOST = 4  # modules and ops of a remedy
-# Factors of the loss scale that are tried.
+# Tried factors of the loss scale.
 _SCALES = (2.0**-12, 2.0**-8, 2.0**-4, 2.0**4, 2.0**8, 2.0**12)
 _HIGHEST = 2.0**24
 _FP16_MAX = torch.finfo(torch.float16).max
@@ -29,8 +29,8 @@ def look(
     """Return the result with one more step; `None` if the batch has no gradient noise.
 
     Args:
-        runs: Makes the runs of the step.
-        before: Result of the steps before.
+        runs: The runs of the step.
+        before: Result of the earlier steps.
         agree: Returns the value of rank 0, so that all ranks make the same runs.
         is_last: Whether this is the last step, after which the remedy is chosen.
     """
@@ -54,7 +54,7 @@ class _Trials:
     """Runs of one step with remedies.
 
     Args:
-        runs: Makes them.
+        runs: The runs of the step.
         whole: The run in fp32.
         noise: Gradient noise of each parameter.
         agree: Returns the value of rank 0.
@@ -77,12 +77,12 @@ class _Trials:
         """Return the work in fp32 of the step with a remedy; inf if it cannot be counted."""
         try:
             value = self.runs.fp32_work(remedy)
-        except Exception:  # a tensor subclass without an answer for dispatch modes
+        except Exception:  # a tensor subclass may not support dispatch modes
             value = math.inf
         return float(self.agree(value))
 
     def proved(self, found: Preflight) -> Preflight:
-        """Return the result with its remedy, and the run of this step with that remedy."""
+        """Return the result with its remedy and the errors of this step with that remedy."""
         scale = self.agree(found.best_scale)
         if scale is not None:
             remedy = Remedy(loss_scale=scale)
@@ -101,7 +101,7 @@ class _Trials:
 
 def search(trials: _Trials, found: Preflight) -> Preflight:
     """Return the result with the remedy that needs the least work in fp32."""
-    remedy = found.remedy  # of the steps before
+    remedy = found.remedy  # of the earlier steps
     ratio = trials.ratio(remedy)
     if ratio < MATTERS:
         return replace(found, mended=max(ratio, found.mended or 0.0))
@@ -112,7 +112,7 @@ def search(trials: _Trials, found: Preflight) -> Preflight:
         if (ratio_of_balanced := trials.ratio(balanced)) < MATTERS:
             return replace(found, remedy=balanced, mended=ratio_of_balanced)
     callers: dict[str, tuple[str, ...]] = trials.agree(_rounding_ops(trials.runs))
-    # A clamp computes nothing in fp32: no other remedy is cheaper.
+    # A clamp computes nothing in fp32, so it is the cheapest remedy.
     for options in (_clamps(trials.runs, found), _fp32(trials.runs, found, callers)):
         remedy, ratio = _extended(trials, remedy, ratio, trials.agree(options))
     remedy, ratio = _reduced(trials, remedy, ratio)
@@ -145,13 +145,13 @@ def _extended(
         good = [option for option in results if results[option] < max(MATTERS, 1.5 * least)]
         if len(good) > 1:
             work = {option: trials.work(remedy | option) for option in good}
-            good.sort(key=work.__getitem__)  # stable: of equal ones, the one with the larger error
+            good.sort(key=work.__getitem__)  # stable, so the option with the larger error wins ties
         remedy, ratio = remedy | good[0], results[good[0]]
     return remedy, ratio
 
 
 def _reduced(trials: _Trials, remedy: Remedy, ratio: float) -> tuple[Remedy, float]:
-    """Leave out what a remedy does not need."""
+    """Remove the parts of a remedy that are not needed."""
     for each in remedy.names if len(remedy.names) > 1 else ():
         less = Remedy.of([other for other in remedy.names if other != each])
         if not less.is_empty and (found := trials.ratio(less)) < MATTERS:

@@ -1,4 +1,4 @@
-"""Turns the histories of all monitors into the data of a report: plain, bounded, JSON.
+"""Turns the histories of all monitors into the data of a report: plain, bounded, for JSON.
 
 Legend: `R` rows (tensors) and `C` columns (steps) of a heat map.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `lightning-mp report` needs no torch
 __all__ = ["HISTOGRAM", "NAME", "parts_of", "report_data"]
 
 NAME = "lightning-mp instability report"
-HISTOGRAM = "histogram of "  # how the name of a map begins whose rows are powers of two
+HISTOGRAM = "histogram of "  # prefix of the names of maps whose rows are powers of two
 MAX_ALARMS = 500
 # Together at most a few MB, which a browser opens at once.
 _MAX_CURVES, _MAX_POINTS = 40, 1500
@@ -28,7 +28,7 @@ _MAX_MAPS, _MAX_CELLS, _ALL_CELLS = 32, 25_600, 204_800  # cells of one map, and
 _MAX_NAME, _MAX_MESSAGE = 200, 800  # characters
 _NON_FINITE = "_not_finite"
 _SHOWN = ("step", "epoch", "batch_idx", "rank", "monitor", "kind", "severity", "remedy", "tensor")
-_OWN = ("loss", "loss_scale", "skipped")  # the report has every step of them, monitors may not
+_OWN = ("loss", "loss_scale", "skipped")  # curves for which only the report has every step
 
 _Cells = npt.NDArray[np.float64]
 _Points = list[tuple[int, float]]
@@ -37,7 +37,7 @@ _Points = list[tuple[int, float]]
 def report_data(
     own: "History", others: Iterable["History"], run: dict[str, Any], max_tensors: int
 ) -> dict[str, Any]:
-    """Return what a page shows: facts about the run, and all histories."""
+    """Return the data of a page: facts about the run, and all histories."""
     histories = [own, *others]
     alarms = sorted((a for h in histories for a in h.alarms), key=lambda alarm: alarm.step)
     curves = _pick_curves(histories)
@@ -60,11 +60,11 @@ def report_data(
 
 
 def parts_of(data: Path, *keys: str) -> dict[str, Any] | None:
-    """Return the parts of a report's data that can be read; `None` for files of others."""
+    """Return the readable parts of a report's data; `None` if the file is not a report."""
     text, parts = "", {}
     with suppress(OSError):
         text = data.read_text(encoding="utf-8", errors="replace")
-    for key in keys:  # each by itself, as the file may be damaged or cut off in one
+    for key in keys:  # one by one, because the file may be damaged or truncated
         with suppress(ValueError):
             start = text.index(f'"{key}": ') + len(f'"{key}": ')
             parts[key] = json.JSONDecoder().raw_decode(text, start)[0]
@@ -72,7 +72,7 @@ def parts_of(data: Path, *keys: str) -> dict[str, Any] | None:
 
 
 def _name_maps(histories: Sequence["History"]) -> dict[str, dict[str, Any]]:
-    """Return all heat maps; a second one of a name, as of a second monitor, is numbered."""
+    """Return all heat maps; further maps of the same name, from other monitors, are numbered."""
     maps: dict[str, dict[str, Any]] = {}
     for history in histories:
         for name, heat in history.maps.items():
@@ -82,7 +82,7 @@ def _name_maps(histories: Sequence["History"]) -> dict[str, dict[str, Any]]:
 
 
 def _choose_alarms(alarms: list["Alarm"]) -> list["Alarm"]:
-    """Return the first and the newest of too many; errors go before warnings."""
+    """Return the first and the latest alarms if there are too many; prefer errors."""
     if len(alarms) <= MAX_ALARMS:
         return alarms
     errors = [alarm for alarm in alarms if alarm.severity == "error"]
@@ -98,7 +98,7 @@ def _ends(alarms: list["Alarm"], count: int) -> list["Alarm"]:
 
 
 def _alarm(alarm: "Alarm") -> dict[str, Any]:
-    # A page has fields of their own for place and remedy.
+    # The page shows place and remedy in fields of their own.
     message = alarm.message.removeprefix(f"{alarm.place}: ")
     if alarm.remedy:
         message = message.removesuffix(alarm.remedy)
@@ -115,7 +115,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def _pick_curves(histories: Sequence["History"]) -> dict[str, _Points]:
-    """Return each curve once, with most points; what the report itself records, as it has it."""
+    """Return each curve from the history with the most points; `_OWN` curves from the report."""
     curves: dict[str, _Points] = {}
     for index, history in enumerate(histories):
         for name, points in history.curves.items():
@@ -131,10 +131,10 @@ def _plain_curves(curves: dict[str, _Points]) -> dict[str, Any]:
     for name, points in curves.items():
         if name.endswith(_NON_FINITE):
             continue
-        # Values that are not finite stand apart, as JSON has none.
+        # Non-finite values are separate, because JSON lacks them.
         bad = dict(curves.get(name + _NON_FINITE, []))
         bad |= {step: value for step, value in points if not math.isfinite(value)}
-        digits = 9 if name == "loss_scale" else 5  # powers of two, to 2^29 in full
+        digits = 9 if name == "loss_scale" else 5  # 9 digits are exact for powers of two to 2^29
         good = _thin([point for point in points if math.isfinite(point[1])])
         chosen = sorted(bad.items())
         chosen = chosen[:: math.ceil(len(chosen) / _MAX_POINTS) or 1]
@@ -148,19 +148,19 @@ def _plain_curves(curves: dict[str, _Points]) -> dict[str, Any]:
 
 
 def _thin(points: _Points) -> _Points:
-    """Keep the lowest and the highest of each bucket of steps, so that no spike is lost."""
+    """Keep the lowest and the highest point of each range of steps, so that no spike is lost."""
     if len(points) <= _MAX_POINTS:
         return points
     kept: set[int] = {0, len(points) - 1}
     values = np.array([value for _, value in points])
-    # Two points of each bucket, and both ends.
+    # Two points of each range, and both ends.
     for bucket in np.array_split(np.arange(len(points)), _MAX_POINTS // 2 - 1):
         kept |= {int(bucket[values[bucket].argmin()]), int(bucket[values[bucket].argmax()])}
     return [points[index] for index in sorted(kept)]
 
 
-# A chart shows no more digits, and each would make the page larger.
 def _digits(value: float, digits: int) -> float:
+    """Round to significant digits, because more digits would only make the page larger."""
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
@@ -171,16 +171,16 @@ def _plain_map(
     names, steps = heat["names"], [step for step, _ in heat["columns"]]
     cells_RC = np.full((len(names), len(steps)), math.nan)
     for at, (_, column) in enumerate(heat["columns"]):
-        cells_RC[: len(column), at] = column  # rows that came later have no value yet
+        cells_RC[: len(column), at] = column  # rows that were added later have no value
     is_histogram = name.startswith(HISTOGRAM)
     interest_R = _exponents(names) if is_histogram else _interest(name, cells_RC)
-    # Those that an alarm named come first.
-    # Rows may end on a dtype in brackets, which names in alarms do not have.
+    # Tensors with an alarm come first. Rows may end with a dtype in parentheses, which names in
+    # alarms lack.
     interest_R += [1e6 * (row.partition(" (")[0] in alarmed) for row in names]
-    # Stable, so that tensors alike stay in the order of the model.
+    # Stable, so that equal tensors stay in the order of the model.
     rows = np.argsort(-interest_R, kind="stable")[:max_tensors]
     most = max(most_cells // max(len(rows), 1), 2)
-    # Evenly, with the first and the newest among them.
+    # Evenly spaced, including the first and the latest column.
     columns = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int))
     return {
         "name": _cut(name, _MAX_NAME),
@@ -193,12 +193,12 @@ def _plain_map(
 
 
 def _exponents(names: Sequence[str]) -> npt.NDArray[np.float64]:
-    """Return the exponents of rows such as `2^-3`, and the lowest number for the row of zeros."""
+    """Return the exponents of rows such as `2^-3`, and a lower number for the row of zeros."""
     return np.array([float(name[2:]) if name.startswith("2^") else -1e3 for name in names])
 
 
 def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:
-    """Return how much there is to see: a rise of zeros, a lack of headroom, a large update RMS."""
+    """Return the priority of rows: risen zeros, low headroom, or a large value come first."""
     if not cells_RC.size:
         return np.zeros(len(cells_RC))
     lacks = np.isnan(cells_RC)
@@ -207,12 +207,12 @@ def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:
     if "headroom" in name:
         interest = -lowest
     elif "zero_share" in name:
-        # A rise counts for more than a level: an embedding's zeros are there from the start.
+        # A rise has more weight than the level, because an embedding has zeros from the start.
         usual = np.where(lacks[:, :5], -np.inf, cells_RC[:, :5]).max(axis=1)
         interest = highest - np.where(np.isfinite(usual), usual, 0) + 0.01 * highest
     else:
         interest = np.where(np.isinf(cells_RC).any(axis=1), np.inf, highest)
-    # Below the 1e6 of an alarm, so that what is inf does not hide what was named.
+    # Less than the 1e6 of an alarm, so that tensors with alarms come before infinite values.
     filled: _Cells = np.nan_to_num(interest, nan=-1e3, posinf=1e3, neginf=-1e3)
     return filled
 

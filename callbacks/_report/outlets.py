@@ -1,4 +1,4 @@
-"""Hands the report to loggers, and alarms to a function or a URL; none of it ends a run."""
+"""Logs the report and sends alarms to a function or URL; failures do not end the run."""
 
 import dataclasses
 import json
@@ -18,16 +18,16 @@ from lightning_mp.callbacks._words.usage import usage
 
 __all__ = ["Alerts", "log_report"]
 
-_TIMEOUT_S = 5.0  # training does not wait for it, but its end does
+_TIMEOUT_S = 5.0  # only the end of training waits
 
 
 class Alerts:
-    """Sends alarms on to a function, or in a thread of its own to a URL; to nobody with `None`."""
+    """Passes alarms to a function, or sends them to a URL from another thread."""
 
     def __init__(self, alert: Callable[[Alarm], object] | str | None) -> None:
         self._alert = alert
         self._threads: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None  # of those that one thread sends in their order
+        self._last: Future[None] | None = None  # one thread sends all alarms in order
         self._error = ""
         self._has_warned = False
 
@@ -43,25 +43,25 @@ class Alerts:
     def _try(self, call: Callable[..., object], *args: object) -> None:
         try:
             call(*args)
-        except Exception as error:  # on a thread of its own: `check` warns where training runs
+        except Exception as error:  # `check` warns in the training thread
             text = re.sub(r"\w+://\S+", "a URL", str(error))
             self._error = _kind(error) if call is _post else f"{type(error).__name__}: {text}"
 
     def check(self) -> None:
-        """Warn, once a run, of what could not be sent."""
+        """Warn once per run if an alarm could not be sent."""
         if self._error and not self._has_warned:
             self._has_warned = True
-            # Without the URL, which may hold a secret, as may what is inside of a function.
+            # The URL, and the text of a callable object, may contain a secret.
             name = getattr(self._alert, "__qualname__", type(self._alert).__name__)
             what = "a URL" if isinstance(self._alert, str) else f"`{name}`"
             rank_zero_warn(usage("alert_not_sent", alert=what, error=self._error))
 
     def finish(self) -> None:
-        """Wait a little for what is on its way, and give up the rest."""
+        """Wait briefly for pending alarms and drop the rest."""
         if self._threads is not None and self._last is not None:
-            # For the one that is being sent, and for one more.
+            # Enough for the alarm that is being sent and for one more.
             wait([self._last], timeout=2 * _TIMEOUT_S)
-            # Cancelled, as Python would send all of them before it ends.
+            # Otherwise Python would send all pending alarms before it exits.
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
         self.check()
@@ -69,14 +69,14 @@ class Alerts:
 
 def _plain(alarm: Alarm) -> dict[str, object]:
     fields = dataclasses.asdict(alarm).items()
-    # JSON has no NaN and no inf.
+    # JSON has neither NaN nor inf.
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields}
 
 
 def _kind(error: Exception) -> str:
-    """Return what an error is, without its text, which may repeat the URL and so a secret."""
-    behind = getattr(error, "reason", None)  # of a `URLError`
-    error = behind if isinstance(behind, Exception) else error
+    """Return the class of an error without its text, which may contain the URL and a secret."""
+    reason = getattr(error, "reason", None)  # the cause of a `URLError`
+    error = reason if isinstance(reason, Exception) else error
     return f"{type(error).__name__} {getattr(error, 'code', '')}".rstrip()
 
 
@@ -87,8 +87,8 @@ def _post(url: str, body: Any) -> None:
 
 
 def log_report(logger: Any, page: Path, data: dict[str, Any]) -> None:
-    """Give the page to a logger that keeps files, and text to one that shows text."""
-    # They are told apart by their methods, so that none of them has to be installed.
+    """Log the page as a file, or as text with TensorBoard."""
+    # Loggers are recognised by their methods, so that none needs to be installed.
     experiment: Any = getattr(logger, "experiment", None)
     if hasattr(experiment, "log_asset"):  # Comet
         experiment.log_asset(str(page), file_name=page.name, overwrite=True)

@@ -1,4 +1,4 @@
-"""Turns the data of a report into one HTML page that needs nothing else."""
+"""Renders the data of a report as one self-contained HTML page."""
 
 import base64
 import hashlib
@@ -20,27 +20,28 @@ _TIME_LINES = {
     "loss": ("Loss", "auto"),
     "gradient_norm": ("Gradient norm, before clipping", "log"),
     "loss_scale": ("Loss scale", "log2"),
-    "skipped": ("Skipped steps, in all", "count"),
+    "skipped": ("Skipped steps, cumulative", "count"),
 }
 # Name of a heat map -> title.
 MAP_TITLES = {
     "gradient_zero_share": "Gradients: share of values that are exactly zero",
     "gradient_headroom_bits": "Gradients: headroom up to the largest fp16 number, in bits",
-    "update_rms": "Adam: next update against what the second moment expects (RMS)",
-    "update_to_weight": "Adam: norm of the next update against that of the weights",
+    "update_rms": "Adam: gradient relative to the second moment (RMS)",
+    "update_to_weight": "Adam: norm of the next update relative to the norm of the weights",
     "weight_rms": "Weights: RMS of each parameter",
-    "feature_spread": "Features: spread, 1 where directions cancel and 0 where all agree",
+    "feature_spread": "Features: spread, 0 if all samples have the same direction",
     "activation_zero_share": "Activations: share of values that are exactly zero",
     "activation_headroom_bits": "Activations: headroom up to the largest number, in bits",
     "norm_input_headroom_bits": "Inputs of norms: headroom up to the largest number, in bits",
     "norm_input_zero_share": "Inputs of norms: share of values that are exactly zero",
     "attention_logit": "Attention: largest logit",
-    "attention_entropy": "Attention: entropy, as a share of the highest",
-    "output_logit": "Output logits: the largest",
+    "attention_entropy": "Attention: entropy relative to its maximum",
+    "output_logit": "Output logits: largest value",
     "output_log_z": "Output logits: log Z (RMS)",
-    "expert_load": "Experts: share of the tokens, 1 where all have as many",
-    "output_gradient_zero_share": "Gradients of outputs: share that is exactly zero",
-    "output_gradient_headroom_bits": "Gradients of outputs: headroom, in bits",
+    "expert_load": "Experts: share of the tokens, 1 for an even split",
+    "output_gradient_zero_share": "Gradients of outputs: share of values that are exactly zero",
+    "output_gradient_headroom_bits": "Gradients of outputs: headroom up to the largest number, "
+    "in bits",
 }
 _SIGNS = {"error": "◆", "warning": "▲", "info": "●", "fine": "✓"}
 _NOUNS = {"error": "error", "warning": "warning", "info": "note"}
@@ -53,12 +54,11 @@ _NO_MAPS = (
 
 
 def report_page(data: dict[str, Any]) -> str:
-    """Return the page of what `report_data` returned, also after a trip through JSON."""
-    # Names and messages come from users' code: they are escaped here, and the script writes them
-    # as text. A content security policy forbids all other scripts and any request.
+    """Return the page for the result of `report_data`, which may come from JSON."""
+    # Names and messages come from users' code, so they are escaped here, and the script inserts
+    # them as text. A content security policy forbids other scripts and all requests.
     script = "".join(_asset(f"{name}.js") for name in ("base", "lines", "heat"))
     return Template(_asset("page.html")).substitute(
-        # Of the very bytes that stand in the page: the policy lets in no other script.
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         title=escape(data["run"]["title"]),
         style=_asset("page.css"),
@@ -77,14 +77,14 @@ def _asset(name: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return JSON that cannot end the script element it stands in."""
-    # The two separators end a line of JavaScript before ES2019, but not one of JSON.
+    """Return JSON that cannot end the script element around it."""
+    # The two separators end a line in JavaScript before ES2019, but not in JSON.
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def verdict(data: dict[str, Any]) -> str:
-    """Return the run in one line, not escaped."""
+    """Return the result of the run in one line, not escaped."""
     counts, first, steps = data["counts"], data["first"], data["run"]["steps"]
     named = [_count(counts[kind], kind) for kind in ("error", "warning") if counts[kind]]
     if first is None:
@@ -94,7 +94,7 @@ def verdict(data: dict[str, Any]) -> str:
 
 def marked_up(message: str) -> str:
     """Return escaped text in which names in backticks are code."""
-    # Escaped first, as a name may hold markup.
+    # Escaped first, because a name may contain markup.
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(message))
 
 
@@ -115,8 +115,7 @@ def _verdicts(data: dict[str, Any]) -> str:
 
 
 def _facts(run: dict[str, Any]) -> str:
-    # A long value takes a row of its own.
-    monitors = ", ".join(run["monitors"]) or "none beside this report"
+    monitors = ", ".join(run["monitors"]) or "none except this report"
     return "\n".join(
         f"<div{_WIDE if len(value) > 90 else ''}><dt>{escape(label)}</dt>"
         f"<dd>{escape(value)}</dd></div>"
@@ -135,12 +134,12 @@ def _preflight(run: dict[str, Any]) -> str:
 def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
     started, *resumed = run["starts"] or [{"step": 0, "time": "not yet"}]
     end = run["end"]
-    ended = f"No: still running or killed; this is from {run['written']}"
+    ended = f"No: still running or killed; this page was written at {run['written']}"
     if end["how"] != "running":
         how = "preempted by SIGTERM" if end["how"] == "preempted" else end["how"]
         ended = f"{how[:1].upper()}{how[1:]}, {end['time']}"
     times = [("Steps", f"{run['steps']:,}"), ("Started", started["time"])]
-    # A run that is preempted may be resumed hundreds of times.
+    # A preemptible run may be resumed hundreds of times.
     times += [("Resumed", f"at step {each['step']:,}, {each['time']}") for each in resumed[-5:]]
     return [*times, ("Ended", ended)]
 
@@ -159,7 +158,7 @@ def _alarms(data: dict[str, Any]) -> str:
     lines.append("</div>")
     total = sum(counts.values())
     if total > len(alarms):
-        lines.append(f"<p>Shown are {len(alarms)} of {total:,}: the first and the newest.</p>")
+        lines.append(f"<p>These are the first and latest {len(alarms)} of {total:,} alarms.</p>")
     shown = "\n".join(_alarm(index, alarm) for index, alarm in enumerate(alarms))
     lines.append(f'<ol class="alarms">\n{shown}\n</ol>')
     if len(alarms) > _SHOWN_ALARMS:
@@ -172,7 +171,7 @@ def _alarm(index: int, alarm: dict[str, Any]) -> str:
     tensor = ""
     if alarm["tensor"]:
         name = escape(alarm["tensor"])
-        # `bdi`, as the style writes from right to left, to cut long names at their beginning.
+        # The style cuts long names at their beginning by writing from right to left.
         tensor = f'<code class="tensor" tabindex="0" title="{name}"><bdi>{name}</bdi></code>'
     fold = " later" if index >= _SHOWN_ALARMS else ""
     return (
@@ -215,7 +214,7 @@ def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
         "absent": absent,
         "lines": lines,
         "more": more,
-        # Cut: these are for the marks in charts, and the list has them in full.
+        # Short texts for the marks in charts; the list of alarms has the full messages.
         "alarms": [[step, severity, text[:90]] for step, severity, text in alarms],
         "maps": [{**each, "title": _map_title(each["name"])} for each in data["maps"]],
     }
@@ -227,11 +226,11 @@ def _line(name: str, curve: Any, title: str, axis: str = "auto") -> dict[str, An
 
 
 def _map_title(name: str) -> str:
-    """Return the title of a heat map, with its number where it is the second of a name."""
+    """Return the title of a heat map, with its number if several maps have the same name."""
     if name.startswith(HISTOGRAM):
         return f"{name[:1].upper()}{name[1:]}: share of values by power of two"
     base, _, number = name.rpartition("_")
-    # Both, as a name may end on a number of its own.
+    # A name may itself end with a number.
     if number.isdigit() and base in MAP_TITLES:
         return f"{MAP_TITLES[base]} ({number})"
     return MAP_TITLES.get(name, name)

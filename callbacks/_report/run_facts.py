@@ -1,4 +1,4 @@
-"""What a report's head says about a run: model, precision, optimizers, versions, times."""
+"""Facts about a run at the head of a report: model, precision, optimizers, versions."""
 
 import dataclasses
 import datetime
@@ -15,7 +15,7 @@ from lightning_mp.precision.loss_scaler import LossScaler
 
 __all__ = ["now", "preflight_page_of", "run_facts"]
 
-_MAX_GROUPS = 8  # layer-wise rates make one for each layer
+_MAX_GROUPS = 8  # layer-wise learning rates need one group per layer
 _GROUP_KEYS = ("lr", "betas", "eps", "momentum", "weight_decay")
 
 
@@ -25,10 +25,10 @@ def now() -> str:
 
 
 def run_facts(trainer: pl.Trainer, highest_rates: Mapping[int, float]) -> list[list[str]]:
-    """Return [label, value] pairs; reads learning rates, so it waits where they are on a GPU.
+    """Return [label, value] pairs; a host sync if learning rates are on a GPU.
 
     Args:
-        trainer: Of the run.
+        trainer: The Trainer of the run.
         highest_rates: The highest learning rate of each optimizer so far.
     """
     import lightning_mp
@@ -39,7 +39,7 @@ def run_facts(trainer: pl.Trainer, highest_rates: Mapping[int, float]) -> list[l
     root = trainer.strategy.root_device
     device = torch.cuda.get_device_name(root) if root.type == "cuda" else str(root)
     batches, clip_val = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-    # Lightning makes an enum of the string that it was given.
+    # Lightning converts the string to an enum.
     how = trainer.gradient_clip_algorithm or "norm"
     return [
         ["Model", f"{type(module).__name__}, {parameters:,} parameters"],
@@ -62,7 +62,7 @@ def run_facts(trainer: pl.Trainer, highest_rates: Mapping[int, float]) -> list[l
 
 
 def _preflights(trainer: pl.Trainer) -> list[list[str]]:
-    """Return the verdicts of `PrecisionPreflight`, whose text begins with it."""
+    """Return the verdicts of `PrecisionPreflight`, which are the first lines of its text."""
     texts = [getattr(each, "text", "") for each in trainer.callbacks if _is_preflight(each)]  # type: ignore[attr-defined]
     return [["PrecisionPreflight", text.partition("\n")[0] or "nothing measured"] for text in texts]
 
@@ -76,14 +76,14 @@ def preflight_page_of(trainer: pl.Trainer, report: Path | None) -> str | None:
 
 
 def _is_preflight(callback: object) -> bool:
-    # By its name: the page of a run without one need not load it.
+    # By name, so that a run without `PrecisionPreflight` does not import it.
     return type(callback).__name__ == "PrecisionPreflight"
 
 
 def _settings(plugin: object) -> str:
-    """Return the public attributes of plain types, and how the loss scale is set."""
+    """Return the public attributes of plain types, and the settings of the loss scale."""
     found: dict[str, object] = {"precision": getattr(plugin, "precision", "unknown")}
-    # Private ones are state, and the texts of whole objects would fill the page.
+    # Private attributes are state, and the texts of objects would fill the page.
     found |= {k: v for k, v in vars(plugin).items() if not k.startswith("_") and _is_plain(v)}
     text = _join(found.items())
     scaler = getattr(plugin, "scaler", None)
@@ -95,7 +95,7 @@ def _settings(plugin: object) -> str:
 
 
 def _optimizer(optimizer: Any) -> str:
-    # The rate as it was configured: a schedule moves `lr`, and keeps it as `initial_lr`.
+    # A schedule changes `lr` and keeps the configured learning rate as `initial_lr`.
     groups = [{**g, "lr": g.get("initial_lr", g.get("lr"))} for g in optimizer.param_groups]
     kinds = (_join((k, g[k]) for k in _GROUP_KEYS if g.get(k) is not None) for g in groups)
     texts = list(dict.fromkeys(kinds))
@@ -104,12 +104,12 @@ def _optimizer(optimizer: Any) -> str:
 
 
 def _rates(optimizer: Any, highest: float | None) -> str:
-    """Return what a schedule has made of the learning rate of the first group."""
-    # Of a module without an optimizer, Lightning's stand-in has no groups.
+    """Return the highest and the current learning rate of the first group under a schedule."""
+    # Without an optimizer, Lightning's mock optimizer has no groups.
     group: dict[str, Any] = next(iter(optimizer.param_groups), {})
     if "initial_lr" not in group or highest is None:
         return ""
-    return f"; its schedule reached {highest:g}, and is at {float(group['lr']):g}"
+    return f"; its schedule reached {highest:g} and is at {float(group['lr']):g}"
 
 
 def _is_plain(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""The words of a preflight: a verdict, a table of modules, and the YAML of the remedy."""
+"""Describes a preflight: the verdict, a table of modules, and the YAML of the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OURS = ("BalancedAMP", "PureFP16")
 
 
 def verdict_of(found: Preflight, plugin: str) -> str:
-    """Return the result in one sentence or two."""
+    """Return the result in one or two sentences."""
     half = _NAMES[str(found.half)]
     if found.is_clean:
         return (
@@ -57,7 +57,7 @@ def _settings_in_words(remedy: Remedy) -> str:
 
 
 def table_of(found: Preflight) -> str:
-    """Return the modules with the largest errors of their own, as text."""
+    """Return a table of the modules with the largest own errors, as text."""
     half = _NAMES[str(found.half)]
     rows = [cells_of(found, each) for each in found.modules[:_ROWS]]
     head = head_of(found)
@@ -99,7 +99,7 @@ def cells_of(found: Preflight, each: ModuleError) -> tuple[str, ...]:
 
 
 def settings_of(found: Preflight, plugin: str, arguments: dict[str, Any]) -> str:
-    """Return the YAML of the remedy; empty if nothing is to be mended, or nothing mends it.
+    """Return the YAML of the remedy; empty if no remedy is needed or none was found.
 
     Args:
         found: The result.
@@ -134,7 +134,7 @@ def _changed(remedy: Remedy, arguments: dict[str, Any]) -> dict[str, Any]:
         for kind, _ in remedy.names
     }
     moved = [op for op in arguments["half_ops"] if op in remedy.fp32_ops]
-    if moved:  # an op runs in one of both
+    if moved:  # an op cannot be in both lists
         changed["half_ops"] = [op for op in arguments["half_ops"] if op not in moved]
     return changed
 

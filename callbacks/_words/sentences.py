@@ -1,4 +1,4 @@
-"""What alarms say: a message and a remedy for each rule, as whole sentences.
+"""Sentences of alarms: a message and a remedy for each kind.
 
 A key is the kind of an alarm. Tags behind the kind mark a sentence for cases in which all of these
 tags hold: tags of the verdict or of the run (`tags_of`). `tests/callbacks/golden/` holds every
@@ -156,7 +156,7 @@ MESSAGES = {
 }
 # Sentences that follow a message (`Verdict.also`), or remedies of a verdict (`Verdict.ways`).
 SENTENCES = {
-    "count": "There are {count} such tensors.",  # behind a message, where there are several
+    "count": "There are {count} such tensors.",
     "forecast": "At this rate of growth it overflows by about step {overflow:.0f}.",
     # --- what is done about it -------------------------------------------------------------------
     "skip": "The step was skipped.",

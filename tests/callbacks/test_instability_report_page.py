@@ -134,7 +134,7 @@ def test_page_lists_each_alarm_once_with_its_remedy() -> None:
 def test_page_of_an_empty_run_says_what_is_missing() -> None:
     page = report_page(_data(starts=[], steps=0, facts=[], monitors=[], has_loss_scale=False))
     assert "No alarms in 0 steps." in page
-    assert "none beside this report" in page
+    assert "none except this report" in page
     absent = _embedded(page)["absent"]
     assert absent["loss_scale"] == "This run has no loss scale."
     assert "no step is skipped" in absent["skipped"]

@@ -1,4 +1,4 @@
-"""What monitors say is what `golden/` holds, which people have read."""
+"""The sentences of callbacks equal the reviewed ones in `golden/`."""
 
 import ast
 from pathlib import Path
@@ -11,20 +11,20 @@ from tests.callbacks.sentences import FILES, FOLDER
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_sentences_are_those_that_were_reviewed(file: str) -> None:
-    # After a change of words: `python -m tests.callbacks.sentences`.
+def test_sentences_equal_the_reviewed_ones(file: str) -> None:
+    # To update them, run `python -m tests.callbacks.sentences`.
     assert "\n".join(FILES[file]()) == (FOLDER / file).read_text(encoding="utf-8")
 
 
-def test_sentences_start_with_a_capital_and_end_with_a_full_stop() -> None:
-    for file in ("rules.txt", "usage.txt"):
+def test_sentences_start_with_a_capital_or_code_and_end_with_a_full_stop() -> None:
+    for file in FILES:
         for line in (FOLDER / file).read_text(encoding="utf-8").splitlines():
             if line and not line.startswith("["):
-                assert line.lstrip("`")[0].isupper() or line[0].isdigit(), line
+                assert line[0] == "`" or line[0].isupper() or line[0].isdigit(), line
                 assert line.endswith("."), line
 
 
-def test_callbacks_hold_no_sentences_elsewhere() -> None:
+def test_callbacks_have_no_sentences_outside_words() -> None:
     says = {"warn", "rank_zero_warn", "rank_zero_info", "warning"}
     folder = Path(lightning_mp.callbacks.__file__).parent
     found = []
