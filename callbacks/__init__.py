@@ -1,6 +1,6 @@
 """Callbacks that watch for instability; imported as `lightning_mp.callbacks`."""
 
-# A clone's root has this folder under its bare name, where every class would be another one.
+# In a clone, `import callbacks` would define every class a second time.
 if __name__ != "lightning_mp.callbacks":
     raise ImportError(
         f"Passed `import {__name__}`. This folder is installed as `lightning_mp.callbacks`: "
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lightning_mp._lazy import lazy_names
 
-if TYPE_CHECKING:  # the one list of names: `lazy_names` reads it, too
+if TYPE_CHECKING:  # the only list of names; `lazy_names` reads it
     from lightning_mp.callbacks.activation_range_monitor import (
         ActivationRangeMonitor as ActivationRangeMonitor,
     )
@@ -34,5 +34,5 @@ if TYPE_CHECKING:  # the one list of names: `lazy_names` reads it, too
     from lightning_mp.callbacks.spike_guard import SpikeGuard as SpikeGuard
     from lightning_mp.callbacks.tensor_collector import TensorCollector as TensorCollector
 
-# `lightning-mp report` reads a report's data with modules from here, and needs no torch.
+# Lazy, so that `lightning-mp report` does not import torch.
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -27,9 +27,10 @@ from lightning_mp.precision.inf_clamp import InfClamp
 
 __all__ = ["ActivationRangeMonitor"]
 
-# Times a variance since the last sample; a batch in ten of 100 times as large makes 1e3.
+# Growth of a variance since the last sample. One batch in ten with values 100 times as large makes
+# 1e3.
 _JUMP = 1e3
-_ROOT = "training_step"  # the name of functions that are called there
+_ROOT = "training_step"  # name of the caller of functions outside all modules
 
 
 @explains_arguments(
@@ -103,7 +104,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         if not eager:
             rank_zero_warn(usage("compiled"))
         if self.modules is None:
-            # `x + f(x)` is the output of a block or the input of a norm, and of no leaf.
+            # `x + f(x)` is the output of a block or the input of a norm, but no output of a leaf.
             parents = {name.rpartition(".")[0] for name in eager}
             blocks = set(blocks_in(pl_module))
             chosen = {n: m for n, m in eager.items() if n and (n not in parents or m in blocks)}
@@ -143,7 +144,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             # To one device, because a model may lie on several devices.
             rows = pack_stats([each.detach().to(table.device) for each in state.values()])
             keys, table = [*keys, *state], torch.cat([table, rows])
-        # Ranks see different data, and one of them may be near overflow alone.
+        # Ranks see different data, so a single rank may be near overflow.
         return step.gather(table, keys=keys)
 
     def _state(self, step: TrainingStep) -> dict[OutputKey, Tensor]:
@@ -217,7 +218,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             # Non-finite values are a mask only if the loss is finite at the first sample.
             self._finite.setdefault(f"{kind}:{label}", is_lost or not stats.non_finite[label])
             if np.isfinite(bits[at]):
-                # The trend is that of unscaled gradients: a loss scale that grows is no trend.
+                # The trend is that of unscaled gradients, because a growing loss scale is no trend.
                 self._growth.add(f"{kind}:{label}", facts.step, float(bits[at]) + scaled)
             verdict = self._judge_tensor(key, label, stats, float(bits[at]), scaled)
             if verdict is not None:

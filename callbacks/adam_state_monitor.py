@@ -152,7 +152,7 @@ class AdamStateMonitor(SamplingMonitor):
         # Columns are sums, so that the shards of ranks add up to the whole.
         sums_NK = sample.array.sum(axis=0)
         sums_NK[:, AdamField.STEP] = sample.array[:, :, AdamField.STEP].max(axis=0)
-        if not sums_NK[:, AdamField.STEP].any():  # there were no states yet: sample the next step
+        if not sums_NK[:, AdamField.STEP].any():  # no states yet, so sample the next step
             self._until = facts.step + 1
             return []
         tensors = [AdamNumbers(name, row) for name, row in zip(names, sums_NK, strict=True)]

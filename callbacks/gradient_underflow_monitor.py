@@ -85,7 +85,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
     @override
     def judge(self, sample: Sample) -> list[Verdict]:
         facts, names = sample.facts, sample.context["names"]
-        # The last two rows, as `observe` sent them behind the gradients.
+        # `observe` has appended two rows to those of the gradients.
         losses, scale = sample.array[:, -2], float(sample.array[0, -1, 0])
         stats = merge_ranks(names, sample.array[:, :-2])
         numel = max(sum(stats.numels), 1)
@@ -108,9 +108,9 @@ class GradientUnderflowMonitor(SamplingMonitor):
         # A loss of exactly 0 has no gradient; with any other loss the gradient was lost.
         is_finite = not losses[:, StatField.NON_FINITE].any()
         if zeros == 1 and is_finite and not losses[:, StatField.AMAX].any():
-            return []  # a loss of exactly 0, as of a hinge loss whose margins all hold
+            return []  # for example a hinge loss without violated margins
         is_gone = zeros == 1 and is_finite and self._passes_through_fp16()
-        # Too small to be a gradient: rounding errors, as for a bias in front of a norm.
+        # Pure rounding error, for example the gradient of a bias before a norm.
         rms = np.sqrt(squares / np.maximum(np.array(stats.numels), 1))
         is_rounding = rms <= ROUNDING * (np.median(rms[rms > 0]) if rms.any() else 0.0)
         rows: list[tuple[str, Any, Any, Any]] = [(_ALL, zeros, subnormals, False)]
@@ -124,7 +124,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         ]
         worst = [v for v in found if v is not None]
         worst.sort(key=lambda v: (v.value or 0) - v.numbers["usual"], reverse=True)
-        # Where units have died, other modules have no gradient because of them.
+        # If units have died, earlier modules have no gradient because of them.
         gone = [name for name, share in stats.zero_share.items() if share == 1]
         origin = None if zeros == 1 else origin_of(gone, names)
         named = [v for v in worst if v.value != 1 or _owner(v) == origin]
@@ -136,7 +136,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         name = str(found.tensor).partition(":")[2]
         # 64 times the present scale as a power of two, or the largest scale that fp16 can hold.
         start = torch.finfo(torch.float16).max if math.isnan(scale) else scale * 64
-        # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
+        # `fp32_modules` accepts neither all modules nor a parameter of the root.
         remedy = "all" if name == _ALL or "." not in name else "one"
         more = {"owner": name.rpartition(".")[0], "higher_scale": 2 ** int(np.log2(start))}
         return replace(

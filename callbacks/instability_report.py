@@ -51,7 +51,7 @@ _REST = 20  # times the duration of the last write: at most 5% of a run
         "alert": Check(
             test=lambda alert: callable(alert) or alert.startswith(("http://", "https://")),
             words="a function, or a URL that begins with http:// or https://",
-            is_secret=True,  # also a URL that is written wrong
+            is_secret=True,  # an invalid URL may contain a secret, too
         ),
     }
 )
@@ -126,7 +126,7 @@ class InstabilityReport(InstabilityMonitor):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         samplers = [c for c in callbacks if isinstance(c, GradientUnderflowMonitor)]
         self.needs_gradient_norm = not samplers  # they record the norm for the page
-        # Behind monitors, before checkpoints. A new list, because Lightning iterates over this one.
+        # After monitors, before checkpoints. A new list, because Lightning iterates over the old.
         ordered = sorted(callbacks, key=lambda c: (isinstance(c, Checkpoint), c is self))
         trainer.callbacks = ordered  # type: ignore[attr-defined]
 
@@ -150,7 +150,7 @@ class InstabilityReport(InstabilityMonitor):
         known = {(a.step, a.kind, a.tensor) for a in self.history.alarms}
         names, before = {each.name for each in dataclasses.fields(Alarm)}, usage("before_resuming")
         for fields in [] if parts is None else parts.get("alarms", [{}]):
-            # Data may be damaged or from a later version: unreadable alarms are left out.
+            # Data may be damaged or from a later version, so unreadable alarms are left out.
             with self._failures.forgiven("report_read_in_part", path=earlier):
                 alarm = Alarm(**{name: fields[name] for name in fields if name in names})
                 if alarm.step >= start and (alarm.step, alarm.kind, alarm.tensor) not in known:
@@ -266,12 +266,12 @@ class InstabilityReport(InstabilityMonitor):
         wanted = self.path or self._wanted or self.page_path(trainer)
         failures = self._failures.forgiven("report_not_written", path=str(wanted))
         with failures, self._pace.measured():
-            if is_last:  # the page contains the steps that are still on their way
+            if is_last:  # include the steps whose copies are pending
                 with contextlib.suppress(RuntimeError):  # a failed device returns nothing
                     self.recorder.catch_up()
             path = self.path = self.path or self._claim(wanted)
             data = self._data(trainer)
-            # Data first: `lightning-mp report` can make the page from it again.
+            # Data first, because `lightning-mp report` can rebuild the page from them.
             write(path.with_suffix(".json"), json.dumps(data, allow_nan=False))
             write(path, report_page(data))
             return path
@@ -325,6 +325,6 @@ class _Pace:
         try:
             yield
         finally:
-            # Also after a failed write, which is not to be tried again at every step.
+            # Also after a failed write, which must not be repeated at every step.
             self._ended = self._clock()
             self._took = self._ended - began

@@ -50,7 +50,7 @@ __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "Instab
 _FOLLOWS = frozenset(
     f"{what}_non_finite" for what in ("activation", "output_gradient", "buffer", "optimizer_state")
 ) | {"non_finite_loss", "non_finite_gradient", "non_finite_run"}
-_WITH = " with "  # in keys, before the digest of arguments that no attribute shows
+_WITH = " with "  # precedes the digest of arguments in a key
 
 
 class InstabilityWarning(UserWarning):
@@ -114,7 +114,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         check_trainer(trainer, self)
         peers = self._peers(trainer)
         self._settle_key(peers)
-        # All but the last: a monitor that skips a step hides it from the monitors behind it.
+        # A monitor that skips a step hides it from monitors after it, so only the last one may.
         if any(getattr(peer, "action", None) in ("skip", "rewind") for peer in peers[:-1]):
             passed = ", ".join(f"{type(peer).__name__}(action={peer.action!r})" for peer in peers)
             raise MisconfigurationException(usage("peers", peers=passed))
@@ -164,7 +164,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         facts = facts or self.recorder.now or facts_of(trainer)
         if verdict.rank is not None:
             facts = dataclasses.replace(facts, rank=verdict.rank)
-        # A step before the last alarm's belongs to another run, in which the alarm is new.
+        # A step before that of the last alarm belongs to another run, in which the alarm is new.
         key, is_note = (verdict.kind, verdict.tensor), verdict.severity == "info"
         last = self._raised.get(key)
         if last is not None and 0 <= facts.step - last < self.repeat_after_steps and not is_note:
@@ -215,19 +215,19 @@ class InstabilityMonitor(Learning, pl.Callback):
     def record(self, metrics: Mapping[str, float], facts: StepFacts, every: int = 1) -> None:
         """Add the finite numbers of a step to the curves; names of optimizer 1 end in `_1`.
 
-        Every `every` steps loggers get the numbers as `instability/<name>`; with 0 never.
+        Every `every` steps, loggers receive the numbers as `instability/<name>`; 0 means never.
         """
         suffix = f"_{facts.optimizer}" if facts.optimizer else ""
         finite = {f"{k}{suffix}": v for k, v in metrics.items() if math.isfinite(v)}
         for name, value in finite.items():
             self.history.add_point(name, facts.step, value)
-        # Lightning's loggers log the last of every 50 steps, hence the 1.
+        # Like Lightning's loggers, log the last one of every 50 steps.
         if finite and every and (facts.step + 1) % every == 0:
             named = {f"instability/{name}": value for name, value in finite.items()}
             self.log_metrics(self.recorder.trainer, named, facts.step)
 
     def log_metrics(self, trainer: pl.Trainer, metrics: dict[str, Any], step: int) -> None:
-        """Send numbers to every logger under the step that they were measured at.
+        """Send numbers to every logger with the step of their measurement.
 
         With `Trainer(log_every_n_steps=0)` nothing is sent, as in Lightning itself.
         """
@@ -244,7 +244,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         Only arguments that differ from their defaults enter the key, so that a new argument does
         not change it. URLs, and arguments without an attribute of their name, enter as a digest.
         """
-        # Without a Trainer, the addresses of objects tell them apart.
+        # Without a Trainer, the key distinguishes objects by their addresses.
         return self._key or self._make_key(str)
 
     def _make_key(self, stable: Callable[[str], str]) -> str:
@@ -273,9 +273,9 @@ class InstabilityMonitor(Learning, pl.Callback):
 
     @override
     def on_load_checkpoint(self, trainer: pl.Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
-        # Lightning has loaded a state under exactly this key. Otherwise take the one under the key
-        # of earlier versions, which contained attributes alone; or, if an argument has changed, the
-        # only unclaimed state of this class, if no other monitor of the class lacks a state.
+        # Lightning has loaded a state under exactly this key, if there is one. Otherwise load the
+        # state under the key of earlier versions, which had no digest. If an argument has changed,
+        # load the only unclaimed state of the class, unless another monitor also lacks a state.
         states, peers = checkpoint.get("callbacks", {}), self._peers(trainer)
         claimed, name = {peer.state_key for peer in peers}, type(self).__qualname__
         free = [k for k in states if k not in claimed and re.split("[{ ]", str(k))[0] == name]
@@ -308,7 +308,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         self.recorder.highest_rates = dict(state_dict.get("highest_rates", {}))
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
         for name, rule in self._rules().items():
-            # Checkpoints of 0.1 hold the state of rules beside the attributes of the monitor.
+            # Checkpoints of 0.1 store the state of rules among the attributes of the monitor.
             rule.load_state_dict(state_dict.get(name, state_dict))
 
 

@@ -102,13 +102,13 @@ class PrecisionPreflight(pl.Callback):
                 if "torch._dynamo" in sys.modules:  # hooks inside compiled code do not run
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(undisturbed(trainer, batch))
-                self._look(trainer, batch, batch_idx)
+                self._compare(trainer, batch, batch_idx)
         except Exception as error:
             text = (str(error).splitlines() or [""])[0][:200]
             self._end(usage("preflight_failed", name=type(error).__name__, text=text))
         trainer.should_stop |= self.stops and self._seen >= self._wanted
 
-    def _look(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+    def _compare(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         runs = Runs(trainer, batch, batch_idx)
         agree = trainer.strategy.broadcast if trainer.world_size > 1 else lambda value: value
         is_last = self._seen == self._wanted

@@ -119,11 +119,11 @@ class RepresentationMonitor(SamplingMonitor):
         self._hooks.close()
         if self.is_due(step_of(trainer)):
             for name, loss in self._losses.items():
-                hook = partial(self._look_at_call, name)
+                hook = partial(self._add_call, name)
                 handle = loss.register_forward_pre_hook(hook, with_kwargs=True)
                 self._hooks.enter_context(handle)
             for name, tower in self._towers.items():
-                hook = partial(self._look_at_output, name)
+                hook = partial(self._add_output, name)
                 self._hooks.enter_context(tower.register_forward_hook(hook))
 
     @override
@@ -135,12 +135,12 @@ class RepresentationMonitor(SamplingMonitor):
         self._hooks.close()
         self._rows.clear()
 
-    def _look_at_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+    def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         found = next((t for t in tensors_in(output) if t.is_floating_point() and t.ndim > 1), None)
         if found is not None:
             self._add(name, found)
 
-    def _look_at_call(
+    def _add_call(
         self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         given = dict(zip((*_FEATURES, "logit_scale"), args, strict=False)) | kwargs
@@ -215,7 +215,7 @@ class RepresentationMonitor(SamplingMonitor):
 
 @torch.no_grad()
 def _pair_row(features: list[Tensor], means: list[Tensor], scale: Tensor | float) -> Tensor:
-    """Return the mean cosine of positives, that of negatives, and the logit scale."""
+    """Return the mean similarity of positives and of negatives, and the logit scale."""
     image_ND, text_ND = (F.normalize(x.detach().float(), dim=1) for x in features)
     count = min(len(image_ND), len(text_ND))  # texts without an image come last
     positives = (image_ND[:count] * text_ND[:count]).sum()
@@ -226,7 +226,7 @@ def _pair_row(features: list[Tensor], means: list[Tensor], scale: Tensor | float
 
 
 def _sketch(unit: Tensor) -> Tensor:
-    """Return means of some projections of features and of their squares, and errors of the means.
+    """Return means of projections of features and of their squares, and errors of the means.
 
     The means tell whether a tower computes the same features as before, without running it again.
     """

@@ -140,14 +140,14 @@ class SpikeGuard(InstabilityMonitor):
         self._skipper = StepSkipper()
         self._windows: list[RobustWindow] = []
         self._courses: list[CourseRule] = []
-        self._sizes: deque[int] = deque(maxlen=window_steps)  # samples of steps
+        self._sizes: deque[int] = deque(maxlen=window_steps)  # number of samples of each step
         self._has_stepped = True
-        self._skips = 0  # steps in a row that a loss scaler has skipped
-        self._runs: dict[str, int] = {}  # bad steps in a row, by optimizer and kind
+        self._skips = 0  # consecutive steps that a loss scaler has skipped
+        self._runs: dict[str, int] = {}  # consecutive bad steps, by optimizer and kind
         self._lrs: deque[float] = deque(maxlen=window_steps)  # of the first optimizer
-        self._is_bad: Tensor | None = None  # loss and norm of the step to come, on the device
-        self._is_ending = False  # at the step under way
-        self._event: tuple[StepFacts, Verdict] | None = None  # to act on
+        self._is_bad: Tensor | None = None  # whether loss and norm of the next step are bad
+        self._is_ending = False  # whether training ends at the current step
+        self._event: tuple[StepFacts, Verdict] | None = None  # bad step to act on
 
     # --- every step, on the device ---------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class SpikeGuard(InstabilityMonitor):
     def observe(self, step: TrainingStep) -> Tensor | None:
         self._is_bad = None
         if step.signals is None:
-            return None  # `training_step` returned None
+            return None  # `training_step` returned `None`
         window = self._windows[step.facts.optimizer]
         # Judged on the device, so that skipping needs no host sync.
         verdict = window.judge(step.signals.values, step.signals.judged, self._spread(step.trainer))
@@ -210,8 +210,8 @@ class SpikeGuard(InstabilityMonitor):
         self.recorder.finish()  # no hook comes after the error
         if self._event is not None:
             facts, verdict = self._event
-            ours = (a for a in self.alarms if (a.step, a.kind) == (facts.step, verdict.kind))
-            raise InstabilityError(next(ours))
+            alarms = (a for a in self.alarms if (a.step, a.kind) == (facts.step, verdict.kind))
+            raise InstabilityError(next(alarms))
 
     def _add_windows(self, count: int) -> None:
         while len(self._windows) < count:
@@ -285,14 +285,14 @@ class SpikeGuard(InstabilityMonitor):
         self._skips = self._skips + 1 if facts.skipped else 0
         first, again = facts.step - self.patience + 1, self.judge_after_steps
         numbers = {"first_bad": first, "patience": self.patience, "again": again}
-        # The first of several bad steps in a row is the event.
+        # The first of several consecutive bad steps is the event.
         for kind, is_so in is_bad.items():
             key = f"{kind} {facts.optimizer}"
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
             if self._runs[key] == 1 and event is None:
                 event = describe(self._scene(trainer, facts), loss, norm)
                 verdicts.append(event)
-            # Spikes in a row are a new level; see `is_new_level`.
+            # Consecutive spikes are a new level; see `is_new_level`.
             if self._runs[key] == self.patience and kind != "spike":
                 tags = ("skipped",) if self._skips >= self.patience else ()
                 count = float(self.patience)

@@ -170,10 +170,10 @@ class TensorCollector(SamplingMonitor):
         if "outputs" in self.collect and self.is_due(step_of(trainer)) and not self._outputs:
             for name, module in self._modules.items():
                 self._outputs[name] = []
-                hook = module.register_forward_hook(partial(self._look, name))
+                hook = module.register_forward_hook(partial(self._add_output, name))
                 self._hooks.enter_context(hook)
 
-    def _look(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+    def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         rows = [self._row(t) for t in tensors_in(output) if t.dtype in VALUE_DTYPES]
         self._outputs[name] += rows
 

@@ -64,7 +64,7 @@ def test_rate_is_told_as_configured_reached_and_now(tmp_path: Path) -> None:
     watch(Scheduled(steps=2), [InstabilityReport(dirpath=str(tmp_path))])
     said = dict(_data(tmp_path)["run"]["facts"])["Optimizer"]
     assert said.startswith("SGD(lr=0.5, ")
-    assert said.endswith("; its schedule reached 0.5, and is at 0")
+    assert said.endswith("; its schedule reached 0.5 and is at 0")
 
 
 def test_report_without_monitors_and_logger_has_loss_and_gradient_norm(tmp_path: Path) -> None:
