@@ -292,7 +292,7 @@ def test_rebuild_of_a_later_version_shows_what_this_one_knows(tmp_path: Path) ->
     later["maps"] += [{"name": "sparse", "rows": ["a"]}, {**later["maps"][0], "cells": [[0.5]]}]
     del later["counts"], later["first"], later["run"]["written"]
     (tmp_path / "run.json").write_text(json.dumps(later))
-    with pytest.warns(UserWarning, match=r"run.json' are damaged, or from another version"):
+    with pytest.warns(UserWarning, match=r"run.json' are damaged or from another version"):
         page = rebuild_page(tmp_path).read_text()
     expected = whole()
     expected["run"] |= {

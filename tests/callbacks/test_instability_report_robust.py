@@ -229,7 +229,7 @@ def test_resumed_report_is_written_whatever_the_data_of_before_are(
     known = [25] if how in ("cut off behind", "later") else []
     assert [alarm["step"] for alarm in _data(path)["alarms"]] == [10, *known, 30]
     assert "finished" in _data(path)["run"]["end"]["how"]
-    told = _texts(caught, "are damaged, or from another version")
+    told = _texts(caught, "are damaged or from another version")
     assert len(told) == (how in ("cut off", "later"))
     assert _texts(caught, "could not") == []
 

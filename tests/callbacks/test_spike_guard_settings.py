@@ -63,7 +63,7 @@ def test_guard_with_an_optimizer_that_cannot_skip_syncs_once_a_step_and_says_so(
     tmp_path: Path,
 ) -> None:
     model = PlantedModel(None, lambda p: AdamW(p, lr=1e-3))
-    with pytest.warns(UserWarning, match="reads one flag a step") as told:
+    with pytest.warns(UserWarning, match="reads one flag from the device in every step") as told:
         fit(model, make_batches(5), SpikeGuard(action="skip"), default_root_dir=tmp_path)
     assert len([w for w in told if "reads one flag" in str(w.message)]) == 1
 
