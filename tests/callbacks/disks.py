@@ -1,4 +1,4 @@
-"""A disk that is full, as far as this process can tell."""
+"""Simulates a full disk for this process."""
 
 import os
 import resource
@@ -8,9 +8,9 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 @contextmanager
 def full_disk(most: int = 1000) -> Iterator[None]:
-    """Let the system refuse to write more than the first bytes of a file, with `OSError`."""
+    """Make writes beyond the first bytes of a file raise `OSError`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # What pytest captures goes to a file as well.
+    # pytest captures output in a file as well.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
         try:

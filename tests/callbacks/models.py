@@ -1,4 +1,4 @@
-"""Small models to watch, healthy and sick, and what monitors say about them."""
+"""Small healthy and failing models, and helpers that train them under monitors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,13 +17,13 @@ Sabotage = Callable[[pl.LightningModule, int], None]
 
 
 class Watched(pl.LightningModule):
-    """Fits noise-ridden targets that are made anew for every batch from its index.
+    """Fits noisy targets, which are generated for every batch from its index.
 
     Args:
-        network: What to fit; takes `inputs(generator)`.
+        network: Makes the network, which is called with `inputs(generator)`.
         make_optimizer: Makes the optimizer.
-        steps: How many batches.
-        sabotage: Called before each training step with the module and the batch's index.
+        steps: Number of batches.
+        sabotage: Called before each training step with the module and the index of the batch.
         factor: Multiplies the loss of a batch, by its index.
     """
 
@@ -45,7 +45,7 @@ class Watched(pl.LightningModule):
         self.factor = factor
 
     def inputs(self, generator: torch.Generator) -> Tensor:
-        # Drawn in fp32 under every plugin: torch 2.10 draws other numbers in half.
+        # Drawn in fp32 under every plugin, because torch 2.10 draws other numbers in fp16.
         x = torch.randn(32, 16, generator=generator, dtype=torch.float32)
         return x.to(next(self.parameters()).dtype)
 
@@ -67,7 +67,7 @@ class Watched(pl.LightningModule):
 
 
 class SparseWatched(Watched):
-    """Tokens of which each batch has few, through an embedding."""
+    """Embeds tokens, of which each batch contains few."""
 
     def inputs(self, generator: torch.Generator) -> Tensor:
         return (torch.randn(32, 4, generator=generator).abs() * 300).long().clamp(max=1999)
@@ -80,7 +80,7 @@ def perceptron() -> nn.Module:
 
 
 def dying() -> nn.Module:
-    """Return a network in which many ReLUs are dead, or close to it."""
+    """Return a network in which many ReLUs are dead or nearly dead."""
     network = perceptron()
     with torch.no_grad():
         network[0].bias[:24] -= torch.linspace(0, 6, 24)

@@ -1,4 +1,4 @@
-"""Small modules that fail in one known place, and trainers to see them fail."""
+"""Small modules that fail in one known place, and helpers that train them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +16,13 @@ WIDTH = 16
 
 
 def mixed(init_scale: float = 2.0**10) -> MixedPrecision:
-    """Return Lightning's own `16-mixed`, which keeps fp16 and its loss scale on the CPU."""
+    """Return Lightning's `16-mixed` with fp16 and a loss scale on the CPU."""
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
     return MixedPrecision("16-mixed", "cpu", scaler)
 
 
 class Perceptron(nn.Module):
-    """Two layers, of which the second can be made to overflow in the dropout behind it."""
+    """Two layers; the second can be made to overflow in the dropout after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Perceptron(nn.Module):
         return self.drop(self.fc2(torch.sigmoid(self.fc1(x))))
 
     def overflow(self) -> None:
-        """Let `fc2` give 64576, which fp16 holds, and dropout 71751, which it does not."""
+        """Make `fc2` return 64576, which fp16 can hold, and dropout 71751, which overflows."""
         with torch.no_grad():
             self.fc1.weight.zero_()
             self.fc1.bias.fill_(5.0)
@@ -46,10 +46,10 @@ class Model(pl.LightningModule):
     """Fits a body and a linear head.
 
     Args:
-        body: Between input and head.
-        change: Called with the model before each batch, and its number.
-        loss_of: From the head's output and targets.
-        automatic: Whether Lightning steps.
+        body: Makes the module between input and head.
+        change: Called before each batch with the model and the index of the batch.
+        loss_of: Computes the loss from the output of the head and the targets.
+        automatic: Whether optimization is automatic.
     """
 
     def __init__(

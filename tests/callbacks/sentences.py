@@ -1,4 +1,4 @@
-"""Every sentence that the monitors can say, with sample numbers, for `golden/*.txt`.
+"""Every sentence of the callbacks with sample numbers, for `golden/*.txt`.
 
 After a change of words run `python -m tests.callbacks.sentences` and read the difference.
 """
@@ -20,7 +20,7 @@ from lightning_mp.callbacks._words.wording import words_for
 
 FOLDER = Path(__file__).parent / "golden"
 
-# One for each name in the templates; counts of 1 are written as well, where there is a noun.
+# A value for each field of the templates; sentences with a noun are also written for a count of 1.
 SAMPLES: dict[str, Any] = {
     **{"usual": 0.01, "excess": 0.05, "plugin": "BalancedAMP", "clip": 1.0, "norm": 29.5},
     **{"in_a_row": 3, "reach": 127.9, "skipped": 12, "of": 812, "window": 1000, "scale": 512.0},
@@ -35,7 +35,7 @@ SAMPLES: dict[str, Any] = {
     **{"step": 200, "longer": 400, "fitting_rate": 5e-4, "clip_val": 1.2, "located": "layers.3"},
     **{"located_step": 190, "strange": 4, "samples": 5, "even": 0.125, "other": "image"},
 }
-# Where a share would be no sample of the value and the threshold.
+# Value and threshold of kinds that are not judged by a share.
 VALUES = {
     "loss_scale_floor": (1.0, 1.0),
     "loss_scale_low": (512.0, 1024.0),
@@ -70,14 +70,14 @@ VALUES = {
 
 
 def rules() -> Iterator[str]:
-    """Yield every message and every remedy of a rule, and what they may go on with."""
+    """Yield every message and remedy of a rule, and all further sentences."""
     for key in dict.fromkeys([*MESSAGES, *REMEDIES]):
         kind, *tags = key.split(", ")
         value, threshold = 0.123, 0.06
         for name, pair in VALUES.items():
             if name in kind:
                 value, threshold = pair  # type: ignore[assignment]
-        # A count that no sentence of the kind contains puts the same sentence behind all of them.
+        # If the message contains no count, a count above 1 would append the same sentence to all.
         has_count = "{count" in MESSAGES.get(key, "")
         many = SAMPLES if has_count else {**SAMPLES, "count": 1}
         one = {**SAMPLES, "in_a_row": 1, "count": 1, "undone": 1}
@@ -93,7 +93,7 @@ def rules() -> Iterator[str]:
 
 
 def causes() -> Iterator[str]:
-    """Yield what `NonFiniteLocator` says."""
+    """Yield the sentences of `NonFiniteLocator`."""
     half, single = torch.float16, torch.float32
     nan, inf = Seen("", half, 3.0, 2, 0, 0), Seen("[0]", half, 3.0, 0, 1, 1)
     both = Seen("head.weight", single, 1.0, 1, 1, 0)
@@ -141,7 +141,7 @@ def causes() -> Iterator[str]:
         yield f"[parameter, {options}]\n{remedy}\n"
 
 
-# Of every name in the templates of `USAGE`.
+# A value for each field of the templates in `USAGE`.
 USES: dict[str, Any] = {
     **{"callback": "SpikeGuard", "fitting": 32},
     **{"pattern": "re:(", "count": 2, "names": "'a', 'b'"},
@@ -159,7 +159,7 @@ USES: dict[str, Any] = {
 
 
 def usages() -> Iterator[str]:
-    """Yield errors and warnings of how callbacks are used."""
+    """Yield errors and warnings about the use of callbacks."""
     for key in USAGE:
         yield f"[{key}]\n{usage(key, **USES)}\n"
 

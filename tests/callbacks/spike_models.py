@@ -1,4 +1,4 @@
-"""A small model with planted spikes, and what records its training."""
+"""A small model with planted spikes, and a callback that records its training."""
 
 import inspect
 from collections.abc import Callable
@@ -49,13 +49,13 @@ def make_loader(batches: list[list[Tensor]]) -> DataLoader[Any]:
 
 
 class PlantedModel(pl.LightningModule):
-    """Noisy regression whose loss is tampered with at some of the batches.
+    """Noisy regression whose loss is modified in some batches.
 
     Args:
-        planted: Count of the batch, over epochs -> a key of `PLANTS`.
-        make_optimizer: Parameters -> optimizer.
-        make_schedule: Optimizer -> step-wise schedule.
-        dropout: Between the layers.
+        planted: Maps the number of a batch, counted over epochs, to a key of `PLANTS`.
+        make_optimizer: Makes the optimizer from the parameters.
+        make_schedule: Makes the LR schedule, which is stepped after each step.
+        dropout: Dropout probability between the layers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PlantedModel(pl.LightningModule):
 
 
 class StepRecorder(pl.Callback):
-    """Remembers which steps moved the weights, and counters and learning rate after each."""
+    """Records which steps changed the weights, and `global_step` and learning rate after each."""
 
     def __init__(self) -> None:
         self.moved: list[bool] = []
@@ -138,7 +138,7 @@ def fit(
     trainer = pl.Trainer(callbacks=list(callbacks), **(defaults | options))
     loaded = {"ckpt_path": ckpt_path} if ckpt_path else {}
     if ckpt_path and "weights_only" in inspect.signature(trainer.fit).parameters:
-        loaded["weights_only"] = False  # Lightning 2.5 cannot be told, and reads everything
+        loaded["weights_only"] = False  # Lightning 2.5 has no such argument and loads everything
     trainer.fit(model, make_loader(batches), **loaded)
     return trainer
 

@@ -1,4 +1,4 @@
-"""Activations that near their format's end are named, as are those that were clamped."""
+"""`ActivationRangeMonitor` reports activations near a limit of their dtype, and clamped values."""
 
 import dataclasses
 from typing import Any
@@ -27,7 +27,7 @@ def monitor(**kwargs: Any) -> ActivationRangeMonitor:
 
 
 def growing(from_step: int, per_step: float, path: str = "0") -> Any:
-    """Let the weights of a module grow from a step on."""
+    """Return a `sabotage` that grows the weights of a module from a step on."""
 
     def sabotage(module: Any, step: int) -> None:
         if step >= from_step:
@@ -38,7 +38,7 @@ def growing(from_step: int, per_step: float, path: str = "0") -> Any:
 
 
 @pytest.mark.slow
-def test_activations_that_double_are_warned_of_before_they_overflow() -> None:
+def test_growing_activations_raise_an_alarm_before_they_overflow() -> None:
     watcher = monitor(repeat_after_steps=1000)
     model = Watched(None, still, steps=90, sabotage=growing(10, 1.2))
     scale = LossScaleConfig(init_scale=1e-6, dynamic=False, patience=99)
@@ -58,14 +58,14 @@ def test_activations_that_double_are_warned_of_before_they_overflow() -> None:
 
 
 @pytest.mark.slow
-def test_fp32_activations_of_the_same_size_are_healthy() -> None:
+def test_fp32_activations_of_the_same_size_raise_no_alarm() -> None:
     watcher = monitor()
     watch(Watched(None, still, steps=30, sabotage=growing(5, 1.5)), [watcher])
     assert kinds(watcher) == []
 
 
 @pytest.mark.slow
-def test_clamped_values_are_counted_and_named() -> None:
+def test_clamped_values_are_counted_by_module() -> None:
     def overflow(module: Any, step: int) -> None:
         if step == 20:
             with torch.no_grad():
@@ -83,7 +83,7 @@ def test_clamped_values_are_counted_and_named() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_of_outputs_are_watched_on_request() -> None:
+def test_gradients_of_outputs_are_measured_on_request() -> None:
     watcher = monitor(backward=True)
     factor = lambda step: 1e6 if step >= 20 else 1.0  # noqa: E731
     watch(Watched(None, still, steps=30, factor=factor), [watcher], PureFP16(loss_scale=1.0))
@@ -97,7 +97,7 @@ def test_gradients_of_outputs_are_watched_on_request() -> None:
 
 
 @pytest.mark.slow
-def test_activations_that_sink_below_fp16_are_warned_of() -> None:
+def test_activations_that_underflow_in_fp16_raise_an_alarm() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -130,7 +130,7 @@ class Output:
     [lambda t: (t, 3), lambda t: {"a": [t]}, Output, lambda t: Output(t[:0], {"b": (None, t)})],
     ids=["tuple", "dict", "dataclass", "nested"],
 )
-def test_outputs_of_any_shape_are_seen(wrap: Any) -> None:
+def test_outputs_in_any_container_are_measured(wrap: Any) -> None:
     class Wrapping(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return wrap(2 * x)
@@ -153,7 +153,7 @@ def test_outputs_of_any_shape_are_seen(wrap: Any) -> None:
     assert [t.shape for t in tensors_in(wrap(x))][-1] == (3,)
 
 
-def test_hooks_are_there_in_sampled_steps_only() -> None:
+def test_hooks_exist_only_in_sampled_steps() -> None:
     hooks: list[int] = []
 
     class Model(Watched):
@@ -170,7 +170,7 @@ def test_hooks_are_there_in_sampled_steps_only() -> None:
     assert set(hooks[1::2]) == {0}
 
 
-def test_modules_can_be_chosen_and_unknown_ones_are_refused() -> None:
+def test_modules_can_be_chosen_and_unknown_names_raise_an_error() -> None:
     watcher = monitor(modules=["network.2", "ReLU"])
     watch(Watched(None, still, steps=2), [watcher])
     names = watcher.history.maps["activation_headroom_bits"]["names"]
@@ -180,7 +180,7 @@ def test_modules_can_be_chosen_and_unknown_ones_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_module_is_seen_as_a_whole_under_its_name() -> None:
+def test_compiled_module_is_measured_as_a_whole_under_its_name() -> None:
     def compiled() -> nn.Module:
         return nn.Sequential(torch.compile(perceptron(), backend="eager"), nn.Identity())
 
@@ -190,7 +190,7 @@ def test_a_compiled_module_is_seen_as_a_whole_under_its_name() -> None:
     assert names == ["network.0", "network.1"]
 
 
-def test_a_module_compiled_in_place_is_left_alone() -> None:
+def test_module_compiled_in_place_gets_no_hooks() -> None:
     def compiled() -> nn.Module:
         network = perceptron()
         network.compile(backend="eager")
@@ -202,7 +202,7 @@ def test_a_module_compiled_in_place_is_left_alone() -> None:
 
 
 class Block(nn.Module):
-    """Adds 0 to a stream that is scaled by a buffer, behind which there is a mask of -inf."""
+    """Scales a residual stream by a buffer, adds 0, and applies a mask of -inf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def stream() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), Block(), Block(), nn.Linear(16, 1))
 
 
-def test_blocks_and_inputs_of_norms_are_watched_and_masks_are_not_blamed() -> None:
+def test_blocks_and_inputs_of_norms_are_measured_and_masks_raise_no_alarm() -> None:
     def grow(module: Any, step: int) -> None:
         module.network[1].gain.fill_(2.0**step)
 
@@ -239,7 +239,7 @@ def test_blocks_and_inputs_of_norms_are_watched_and_masks_are_not_blamed() -> No
     assert abs(last - (near.step + near.value)) <= 2
 
 
-def test_a_buffer_that_becomes_non_finite_is_named_and_a_mask_in_one_is_not() -> None:
+def test_buffer_that_becomes_non_finite_is_named_but_a_mask_is_not() -> None:
     def network() -> nn.Module:
         network = stream()
         network[1].register_buffer("constant", torch.full((4,), -torch.inf))

@@ -1,4 +1,4 @@
-"""Adam's second moments: what starves, what epsilon covers, what moves too far or not at all."""
+"""`AdamStateMonitor`: decayed moments, moments below epsilon, updates too large or too small."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def monitor(**kwargs: Any) -> AdamStateMonitor:
 
 
 def hooked(name: str, change: Any) -> Any:
-    """Change the gradient of a parameter by its step; all gradients are set to 1 before."""
+    """Set all gradients to 1, then change the gradient of one parameter in each step."""
 
     def sabotage(module: Any, step: int) -> None:
         if step == 0:
@@ -48,7 +48,7 @@ def hooked(name: str, change: Any) -> Any:
 
 
 def reference(p: Tensor, g: Tensor, state: dict[str, Tensor], lr: float, eps: float) -> list[float]:
-    """Return the columns in float64, by the formulas, with Adam's default betas."""
+    """Return the columns by the formulas in float64, with Adam's default betas."""
     g, m, v = g.double(), state["exp_avg"].double(), state["exp_avg_sq"].double()
     step = float(state["step"]) + 1
     m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
@@ -61,7 +61,7 @@ def reference(p: Tensor, g: Tensor, state: dict[str, Tensor], lr: float, eps: fl
     return [float(x) for x in (*numbers, 0, 0, 0, step)]
 
 
-def test_statistics_equal_those_in_float64() -> None:
+def test_statistics_equal_a_float64_reference() -> None:
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((7, 5), (3,), ())]
     optimizer = AdamW(parameters, lr=0.003, eps=1e-3)
     for _ in range(4):
@@ -83,7 +83,7 @@ def test_statistics_equal_those_in_float64() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_that_stand_still_are_those_that_a_step_leaves_as_they_are(
+def test_stagnant_weights_are_those_that_a_step_does_not_change(
     dtype: torch.dtype,
 ) -> None:
     weights = torch.randn(200, 50) * 10 ** torch.randn(200, 50)
@@ -116,14 +116,14 @@ def test_weights_that_stand_still_are_those_that_a_step_leaves_as_they_are(
     ],
     ids=["bf16-true", "large steps", "PureFP16", "BalancedAMP"],
 )
-def test_stagnant_weights_are_told_where_rounding_takes_steps(
+def test_stagnant_weights_raise_an_alarm_if_rounding_removes_updates(
     plugin: Any, lr: float, warned: bool
 ) -> None:
     alarms = train(Fit(steps=40, lr=lr), plugin()).alarms
     assert ("stagnant_weights" in {alarm.kind for alarm in alarms}) == warned
 
 
-def test_statistics_of_complex_weights_are_those_of_their_parts() -> None:
+def test_statistics_of_complex_weights_equal_those_of_real_and_imaginary_parts() -> None:
     weight = torch.randn(6, 5, dtype=torch.complex64)
     both = (weight, torch.view_as_real(weight).clone())
     optimizers = [AdamW([nn.Parameter(w)], lr=0.003) for w in both]
@@ -140,7 +140,7 @@ def test_statistics_of_complex_weights_are_those_of_their_parts() -> None:
 
 
 @pytest.mark.slow
-def test_hundreds_of_steps_without_gradient_are_told_before_the_old_gradient_returns() -> None:
+def test_long_run_without_gradient_raises_an_alarm_before_the_gradient_returns() -> None:
     change = lambda g, step: torch.full_like(g, float(not 100 <= step < 700))  # noqa: E731
     watcher = AdamStateMonitor()
     model = Watched(None, steady, steps=702, sabotage=hooked("network.2.weight", change))
@@ -158,7 +158,7 @@ def test_hundreds_of_steps_without_gradient_are_told_before_the_old_gradient_ret
 
 
 @pytest.mark.slow
-def test_a_gradient_that_grows_tenfold_is_a_high_rms() -> None:
+def test_gradient_that_grows_tenfold_raises_update_rms() -> None:
     change = lambda g, step: torch.full_like(g, 10.0 if step >= 161 else 1.0)  # noqa: E731
     watcher = monitor()
     model = Watched(None, steady, steps=200, sabotage=hooked("network.2.weight", change))
@@ -172,7 +172,7 @@ def test_a_gradient_that_grows_tenfold_is_a_high_rms() -> None:
 
 
 @pytest.mark.slow
-def test_of_several_an_embedding_is_named_first() -> None:
+def test_embedding_is_named_first_among_several_tensors() -> None:
     def change(module: Any, step: int) -> None:
         for p in module.parameters() if step == 0 else []:
             big = 20.0 if p.shape == (48, 64) else 10.0
@@ -188,7 +188,7 @@ def test_of_several_an_embedding_is_named_first() -> None:
 
 
 @pytest.mark.slow
-def test_epsilon_above_the_second_moment_is_warned_of() -> None:
+def test_epsilon_above_the_second_moment_raises_an_alarm() -> None:
     change = lambda g, step: torch.full_like(g, 3e-3 * 0.8 ** max(step - 40, 0))  # noqa: E731
     make = lambda p: steady(p, eps=1e-4, betas=(0.9, 0.9))  # noqa: E731
     watcher = monitor()
@@ -201,7 +201,7 @@ def test_epsilon_above_the_second_moment_is_warned_of() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lr", "is_high"), [(1e-10, False), (10.0, True)])
-def test_updates_out_of_proportion_to_weights_are_warned_of(lr: float, is_high: bool) -> None:
+def test_update_too_large_or_small_for_its_weight_raises_an_alarm(lr: float, is_high: bool) -> None:
     ones = hooked("", None)
 
     def pin(module: Any, step: int) -> None:
@@ -221,7 +221,7 @@ def test_updates_out_of_proportion_to_weights_are_warned_of(lr: float, is_high: 
 
 
 @pytest.mark.slow
-def test_a_schedule_that_ends_near_zero_is_no_failure() -> None:
+def test_schedule_that_ends_near_zero_raises_no_alarm() -> None:
     class Model(Watched):
         def configure_optimizers(self) -> Any:
             optimizer = Adam(self.parameters(), lr=1e-3)
@@ -233,7 +233,7 @@ def test_a_schedule_that_ends_near_zero_is_no_failure() -> None:
     assert kinds(watcher) == []
 
 
-def test_without_adam_it_says_that_it_watches_nothing() -> None:
+def test_adam_monitor_warns_if_no_optimizer_is_adam() -> None:
     watcher = monitor()
     with pytest.warns(UserWarning, match="no optimizer has `betas`"):
         watch(Watched(None, lambda p: SGD(p, 0.01), steps=3), [watcher])
@@ -241,7 +241,7 @@ def test_without_adam_it_says_that_it_watches_nothing() -> None:
 
 
 class EightBit(SGD):
-    """Steps as SGD, and keeps states as bitsandbytes and torchao do, who need not be installed."""
+    """Steps like SGD and keeps quantized states like bitsandbytes and torchao."""
 
     def __init__(self, parameters: Any, keep: Any) -> None:
         super().__init__(parameters, lr=0.01)
@@ -275,9 +275,7 @@ def as_torchao(parameter: Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("keep", "names"), [(as_bitsandbytes, "state1, state2"), (as_torchao, "exp_avg, exp_avg_sq")]
 )
-def test_moments_in_8_bits_are_named_once_as_unwatched_and_left_alone(
-    keep: Any, names: str
-) -> None:
+def test_quantized_moments_are_skipped_with_one_warning(keep: Any, names: str) -> None:
     watcher = monitor(every_n_steps=1)
     with pytest.warns(UserWarning, match=f"states {names} of `EightBit`, which are quan") as told:
         watch(Watched(None, lambda p: EightBit(p, keep), steps=6), [watcher])
@@ -286,7 +284,7 @@ def test_moments_in_8_bits_are_named_once_as_unwatched_and_left_alone(
 
 
 @pytest.mark.slow
-def test_masters_of_half_weights_are_reported_under_the_names_of_weights() -> None:
+def test_master_weights_are_reported_under_the_names_of_parameters() -> None:
     change = lambda g, step: torch.full_like(g, float(step < 10))  # noqa: E731
     watcher = monitor(zero_run_steps=20)
     model = Watched(None, steady, steps=40, sabotage=hooked("network.2.weight", change))
@@ -300,10 +298,10 @@ def test_masters_of_half_weights_are_reported_under_the_names_of_weights() -> No
     [(lambda step: step % 60 == 7, []), (lambda step: step < 300, ["zero_run"])],
     ids=["rare", "dead"],
 )
-def test_a_rare_expert_is_held_against_how_often_it_had_a_gradient(
+def test_rare_expert_is_judged_by_how_often_it_had_a_gradient(
     is_reached: Any, expected: list[str]
 ) -> None:
-    """As one that few batches reach: runs of 59 steps without a gradient are usual for it."""
+    """Few batches reach the expert, so runs of 59 steps without a gradient are usual."""
     change = lambda g, step: torch.full_like(g, float(is_reached(step)))  # noqa: E731
     watcher = monitor(zero_run_steps=30)
     sabotage = hooked("network.2.weight", change)
@@ -312,7 +310,7 @@ def test_a_rare_expert_is_held_against_how_often_it_had_a_gradient(
 
 
 @pytest.mark.slow
-def test_non_finite_gradients_are_left_to_other_monitors() -> None:
+def test_adam_monitor_ignores_non_finite_gradients() -> None:
     watcher = monitor(baseline_samples=1)
     factor = lambda step: torch.inf if step % 2 else 1.0  # noqa: E731
     watch(Watched(None, steady, steps=40, factor=factor), [watcher], BalancedAMP(loss_scale=64.0))

@@ -1,4 +1,4 @@
-"""Logits of attention, against float64, with every mask."""
+"""Logits of attention equal a float64 reference, with every kind of mask."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ BIAS = torch.arange(9.0)
     ],
     ids=["plain", "causal", "bool", "-inf", "lowest", "bias"],
 )
-def test_largest_logit_equals_that_in_float64(
+def test_largest_logit_equals_a_float64_reference(
     options: dict[str, Any], keep: Tensor | None, bias: Any
 ) -> None:
     query, key, value = tensors()
@@ -50,7 +50,7 @@ def test_largest_logit_equals_that_in_float64(
     assert largest == pytest.approx(reference(query, key, keep, bias), rel=8 * 2**-23)
 
 
-def test_grouped_heads_and_long_sequences_are_seen() -> None:
+def test_grouped_heads_and_long_sequences_are_measured() -> None:
     query, key, value = tensors(length=1000, heads=4, groups=2)
     logits = logits_of(query, key, value, enable_gqa=True)
     assert logits.shape == (3, 4, 250, 9)
@@ -72,7 +72,7 @@ def helper(*args: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*args)
 
 
-def test_calls_are_counted_for_the_innermost_module_that_runs_and_change_nothing() -> None:
+def test_calls_belong_to_the_innermost_running_module_and_outputs_do_not_change() -> None:
     model, seen = nn.Sequential(Outer()), []
     names = {name: module for name, module in model.named_modules() if name}
     expected = helper(*tensors())
@@ -84,7 +84,7 @@ def test_calls_are_counted_for_the_innermost_module_that_runs_and_change_nothing
 
 
 class SelfAttention(nn.Module):
-    """torch's module, with logits that are known.
+    """`nn.MultiheadAttention` with known logits.
 
     Args:
         options: Of its call.
@@ -129,7 +129,7 @@ SQUARE = torch.ones(7, 7, dtype=torch.bool).tril()
     ],
     ids=["weights", "none", "padding", "causal", "both"],
 )
-def test_largest_logit_of_torchs_module_equals_that_in_float64(
+def test_largest_logit_of_multihead_attention_equals_a_float64_reference(
     options: dict[str, Any], keep: Tensor | None, batch_first: bool
 ) -> None:
     model, seen = SelfAttention(options, batch_first=batch_first), {}
@@ -143,7 +143,7 @@ def test_largest_logit_of_torchs_module_equals_that_in_float64(
 
 
 class Eager(nn.Module):
-    """Attention as formulas; `soften` is one of the ways to call a softmax."""
+    """Eager attention; `soften` is one of the ways to call softmax."""
 
     def __init__(self, soften: Any) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Eager(nn.Module):
         nn.Softmax(dim=-1),
     ],
 )
-def test_largest_logit_of_eager_attention_is_seen_where_it_is_not_masked(soften: Any) -> None:
+def test_largest_unmasked_logit_of_eager_attention_is_measured(soften: Any) -> None:
     model, seen = Eager(soften), []
     query, key, value = tensors()
     with FunctionMode({"eager": model}, lambda *call: seen.append(call)):
@@ -176,7 +176,7 @@ def test_largest_logit_of_eager_attention_is_seen_where_it_is_not_masked(soften:
     assert float(logits.abs().max()) == expected
 
 
-def test_largest_logit_of_torchs_module_with_keys_of_another_width_is_seen() -> None:
+def test_largest_logit_of_multihead_attention_with_another_key_width_is_measured() -> None:
     torch.manual_seed(0)
     attend, seen = nn.MultiheadAttention(16, 2, kdim=6, vdim=6, bias=False), []
     query_LE, key_SE = torch.randn(7, 16), torch.randn(9, 6)

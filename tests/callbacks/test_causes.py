@@ -1,4 +1,4 @@
-"""Alarms name the cause and not its neighbour, once, with a remedy that takes the alarm away."""
+"""Alarms name the cause once, with a remedy that removes the alarm."""
 
 import math
 from typing import Any
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.Instabil
 
 
 def said(*monitors: Any) -> list[Alarm]:
-    """Return what is no note, by step."""
+    """Return alarms that are not notes, by step."""
     alarms = [a for m in monitors for a in m.alarms if a.severity != "info"]
     return sorted(alarms, key=lambda alarm: alarm.step)
 
 
 class Convolves(Watched):
-    """Images through a convolution in half precision; one pixel may be huge."""
+    """A half-precision convolution of images, in which one pixel may be huge."""
 
     def __init__(self, pixel: float = 0.0, limit: float = math.inf) -> None:
         network = lambda: nn.Sequential(  # noqa: E731
@@ -49,7 +49,7 @@ class Convolves(Watched):
         return self.network(batch.to(weight.dtype)).float().square().mean()
 
 
-def test_one_pixel_of_a_million_is_the_cause_and_not_the_convolution() -> None:
+def test_one_huge_pixel_is_named_instead_of_the_convolution() -> None:
     locator = NonFiniteLocator(repeated=1)
     watch(Convolves(pixel=1e6), [locator], BalancedAMP(loss_scale=1.0))
     (alarm,) = said(locator)
@@ -63,7 +63,7 @@ def test_one_pixel_of_a_million_is_the_cause_and_not_the_convolution() -> None:
 
 
 class Loud(nn.Module):
-    """Multiplies in fp32, so that the next layer gets what fp16 cannot hold."""
+    """Multiplies in fp32, so that the input of the next layer exceeds fp16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ def turn_up(module: Any, step: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["clamp", "advised"])
-def test_nan_of_a_half_linear_that_gets_too_large_an_input_is_cured_by_fp32(kind: str) -> None:
-    """A clamp lets NaN pass: the alarm would come again, and give the same advice for ever."""
+def test_nan_of_a_half_precision_linear_with_too_large_input_is_cured_by_fp32(kind: str) -> None:
+    """A clamp does not remove NaN, so the alarm would repeat."""
     modules = ["norm", "network.2"]
     options: Any = {"inf_clamp": ["network.2"]} if kind == "clamp" else {"fp32_modules": modules}
     before, after = NonFiniteLocator(repeated=1), NonFiniteLocator(repeated=1)
@@ -121,7 +121,7 @@ def test_one_nan_weight_raises_one_alarm_and_the_rest_are_notes() -> None:
     assert not any("fp16" in a.remedy or "inf_clamp" in a.remedy for a in [alarm, *notes])
 
 
-def test_steps_that_the_scaler_skips_lose_no_weights_and_are_not_said_to() -> None:
+def test_alarm_about_skipped_steps_says_that_weights_are_unchanged() -> None:
     factor = lambda step: math.inf if step >= 5 else 1.0  # noqa: E731
     guard, states = SpikeGuard(patience=8), []
 
@@ -139,14 +139,14 @@ def test_steps_that_the_scaler_skips_lose_no_weights_and_are_not_said_to() -> No
 
 
 class Half(Watched):
-    """fp16 weights under a plain AdamW, whose epsilon of 1e-8 is 0 in fp16."""
+    """Has fp16 weights under plain AdamW, whose epsilon of 1e-8 is 0 in fp16."""
 
     def __init__(self) -> None:
         super().__init__(None, lambda p: AdamW(p, lr=1e-3), steps=8)
         self.half()
 
 
-def test_fp16_weights_under_a_plain_adamw_are_named_as_such() -> None:
+def test_fp16_weights_under_plain_adamw_name_epsilon_as_the_cause() -> None:
     locator = NonFiniteLocator(check_gradients=True)
     watch(Half(), [locator])
     alarm = said(locator)[0]
@@ -158,7 +158,7 @@ def test_fp16_weights_under_a_plain_adamw_are_named_as_such() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_layer_that_died_is_named_and_not_its_neighbour(layer: int) -> None:
+def test_dead_layer_is_named_instead_of_its_neighbours(layer: int) -> None:
     def kill(module: Any, step: int) -> None:
         if step == 20:
             with torch.no_grad():
@@ -171,7 +171,7 @@ def test_layer_that_died_is_named_and_not_its_neighbour(layer: int) -> None:
     assert "There are" in alarm.message  # with how many follow from it
 
 
-def test_overflow_in_the_forward_is_not_put_down_to_gradients() -> None:
+def test_overflow_in_the_forward_is_not_attributed_to_gradients() -> None:
     monitor = LossScaleMonitor(min_scale=4096.0)
     factor = lambda step: math.inf if step in (3, 4) else 1.0  # noqa: E731
     watch(Watched(steps=8, factor=factor), [monitor], BalancedAMP(loss_scale="dynamic"))

@@ -1,4 +1,4 @@
-"""Divergence, stalls and trends: told from noise of all kinds, and from what healthy losses do."""
+"""`CourseRule` finds divergence, stalls and trends, and ignores noise and healthy changes."""
 
 import json
 
@@ -32,7 +32,7 @@ def falling(to: float = 0.2) -> Series:
 
 @pytest.mark.parametrize("offset", [0.0, -1.0, -5.0], ids=["positive", "crossing", "negative"])
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.2])
-def test_divergence_is_found_whatever_the_sign_and_the_noise(offset: float, noise: float) -> None:
+def test_divergence_is_found_for_any_sign_and_noise(offset: float, noise: float) -> None:
     rng = np.random.default_rng(0)
     rise = np.where(STEPS > 600, 0.01 * (STEPS - 600), 0.0)
     loss = offset + falling() + rise + noise * rng.standard_normal(len(STEPS))
@@ -42,15 +42,15 @@ def test_divergence_is_found_whatever_the_sign_and_the_noise(offset: float, nois
     assert 750 <= found[0][0] <= 750 + 16 + 32 + 32
 
 
-def test_growth_by_four_percent_a_step_is_found_before_the_start_is_passed_tenfold() -> None:
+def test_growth_of_four_percent_per_step_is_found_below_ten_times_the_start() -> None:
     found = judged(0.3 * np.exp(-STEPS[:300]) + 0.02 * 1.04 ** STEPS[:300])
     step = next(step for step, kind, _ in found if kind == "divergence")
     assert 0.02 * 1.04**step < 10 * 0.3
 
 
 @pytest.mark.slow
-def test_healthy_streams_of_1500_steps_raise_nothing() -> None:
-    """Noise of many kinds, steep starts, swings, jumps to harder data; 20 streams of each."""
+def test_healthy_streams_of_1500_steps_raise_no_alarm() -> None:
+    """Noise of many kinds, steep starts, swings, and jumps to harder data; 20 streams of each."""
     rng = np.random.default_rng(5)
     count = len(STEPS)
     said = []
@@ -76,7 +76,7 @@ def test_healthy_streams_of_1500_steps_raise_nothing() -> None:
     assert [each for each in said if each[1]] == []
 
 
-def test_loss_that_rises_at_once_and_stays_at_its_start_has_stalled() -> None:
+def test_loss_that_rises_and_stays_at_its_start_has_stalled() -> None:
     rng = np.random.default_rng(1)
     loss = 3.26 + np.where(STEPS < 12, 1.5, 0.0) * (STEPS > 2) + 0.1 * rng.standard_normal(1500)
     assert judged(loss)[0] == (95, "stalled_loss", "warning")
@@ -88,7 +88,7 @@ def test_loss_that_stays_at_its_start_is_noted_after_the_horizon() -> None:
     assert found == [(999, "stalled_loss", "info")]
 
 
-def test_gradient_norm_that_grows_while_the_loss_is_not_at_its_best_is_a_trend() -> None:
+def test_growing_gradient_norm_is_a_trend_unless_the_loss_is_at_its_best() -> None:
     norm = 0.5 * np.exp(np.maximum(STEPS - 400, 0) / 150)
     flat, rising = falling(1.0), falling(1.0) + np.where(STEPS > 600, 0.3, 0.0)
     assert kinds(flat, norm) == set()
@@ -96,7 +96,7 @@ def test_gradient_norm_that_grows_while_the_loss_is_not_at_its_best_is_a_trend()
 
 
 def judged_together(*losses: Series) -> set[int]:
-    """Return which of several optimizers' losses were said to diverge."""
+    """Return the optimizers whose losses diverge."""
     rules = [CourseRule() for _ in losses]
     for rule in rules:
         rule.rivals = [other for other in rules if other is not rule]
@@ -109,7 +109,7 @@ def judged_together(*losses: Series) -> set[int]:
     }
 
 
-def test_rivals_of_which_one_gains_what_the_other_loses_are_no_divergence() -> None:
+def test_rival_losses_that_trade_places_do_not_diverge() -> None:
     rise = 0.5 + 0.01 * STEPS
     swings = falling() + np.sin(STEPS / 60)
     assert judged(rise)[0][1] == "divergence"
@@ -130,7 +130,7 @@ def test_rivals_never_stall() -> None:
     assert judged(np.full(1500, 0.693), rule=rule) == []
 
 
-def test_optimizer_without_a_loss_of_its_own_hides_no_divergence() -> None:
+def test_optimizer_without_loss_hides_no_divergence() -> None:
     rise = falling() + np.where(STEPS > 600, 0.01 * (STEPS - 600), 0.0)
     alone, second = judged(rise), CourseRule()
     for step in range(1500):
@@ -139,13 +139,13 @@ def test_optimizer_without_a_loss_of_its_own_hides_no_divergence() -> None:
     assert judged(rise, rule=CourseRule(rivals=[second])) == alone
 
 
-def test_divergence_is_said_once_until_it_is_over() -> None:
+def test_divergence_is_reported_once_until_it_ends() -> None:
     rise = np.where((STEPS > 600) & (STEPS < 900) | (STEPS > 1200), 5.0, 0.0)
     found = judged(falling() + rise)
     assert [kind for _, kind, _ in found] == ["divergence", "divergence"]
 
 
-def test_course_loaded_from_its_state_goes_on_alike() -> None:
+def test_course_continues_identically_from_its_state() -> None:
     loss = falling() + np.where(STEPS > 600, 0.01 * (STEPS - 600), 0.0)
     first, second = CourseRule(), CourseRule()
     assert judged(loss[:700], loss[:700], first) == []
@@ -155,7 +155,7 @@ def test_course_loaded_from_its_state_goes_on_alike() -> None:
     assert rest == judged(loss[700:], loss[700:], first)
 
 
-def test_noise_is_that_of_single_steps_whatever_the_slope_and_outliers() -> None:
+def test_noise_does_not_depend_on_slope_and_outliers() -> None:
     rng = np.random.default_rng(3)
     values = 7 * STEPS + rng.standard_normal(len(STEPS))
     values[::50] += 1e6

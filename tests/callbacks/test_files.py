@@ -1,4 +1,4 @@
-"""Files are whole or not there, and what fails on a disk is told once and ends nothing."""
+"""Writes are atomic; errors of a disk raise one warning and do not end the run."""
 
 import errno
 import io
@@ -20,7 +20,7 @@ def words(key: str, **fields: Any) -> str:
     return f"{key}: {fields}"
 
 
-def test_file_that_cannot_be_written_whole_leaves_the_old_one_alone(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write(path, "old")
     with pytest.raises(UnicodeEncodeError):
@@ -34,7 +34,7 @@ def test_file_that_cannot_be_written_whole_leaves_the_old_one_alone(tmp_path: Pa
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_file_is_never_seen_in_part(tmp_path: Path) -> None:
+def test_reader_never_sees_a_partial_file(tmp_path: Path) -> None:
     path, seen = tmp_path / "file", []
     write(path, "old")
 
@@ -48,7 +48,7 @@ def test_file_is_never_seen_in_part(tmp_path: Path) -> None:
     assert (seen, path.read_text()) == (["old"], "new")
 
 
-def test_file_is_on_the_disk_before_it_has_its_name(
+def test_file_is_synced_before_it_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -65,7 +65,7 @@ def test_file_is_on_the_disk_before_it_has_its_name(
     assert done == ["fsync", "replace", "replace"]
 
 
-def test_file_makes_its_folder_again_and_has_the_rights_of_any_other(tmp_path: Path) -> None:
+def test_write_recreates_the_folder_and_uses_default_permissions(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "file"
     write(path, "one")
     path.unlink()
@@ -76,7 +76,7 @@ def test_file_makes_its_folder_again_and_has_the_rights_of_any_other(tmp_path: P
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_new_file_takes_the_next_name_unless_the_old_one_is_marked(tmp_path: Path) -> None:
+def test_new_file_gets_the_next_name_unless_the_old_file_is_marked(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     names = []
     for mark in (None, None, b"ours", b"ours"):
@@ -92,7 +92,7 @@ def test_new_file_takes_the_next_name_unless_the_old_one_is_marked(tmp_path: Pat
     assert not (tmp_path / "big").exists()
 
 
-def test_claim_gives_the_path_of_an_earlier_run_back(tmp_path: Path) -> None:
+def test_claim_returns_the_path_of_the_earlier_run(tmp_path: Path) -> None:
     def make(path: Path) -> None:
         path.touch(exist_ok=False)
 
@@ -102,7 +102,7 @@ def test_claim_gives_the_path_of_an_earlier_run_back(tmp_path: Path) -> None:
     assert claim(first, make, str(tmp_path / "page.html")) == first.with_name("page-v2.html")
 
 
-def test_failures_are_told_once_a_cause() -> None:
+def test_failures_warn_once_per_cause() -> None:
     failures = Failures(words)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -120,7 +120,7 @@ def test_failures_are_told_once_a_cause() -> None:
     ]
 
 
-def test_failures_name_the_disk_where_torch_does_not() -> None:
+def test_failures_name_the_disk_error_that_torch_hides() -> None:
     class Full(io.BytesIO):
         def write(self, _: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -130,7 +130,7 @@ def test_failures_name_the_disk_where_torch_does_not() -> None:
         torch.save(torch.zeros(10), Full())
 
 
-def test_failures_do_not_take_what_ends_the_run_for_their_cause() -> None:
+def test_failures_do_not_report_the_exception_that_ends_the_run() -> None:
     try:
         raise FileNotFoundError(errno.ENOENT, "No such file", "the user's")
     except FileNotFoundError:
@@ -139,12 +139,12 @@ def test_failures_do_not_take_what_ends_the_run_for_their_cause() -> None:
             raise odd  # noqa: B904
 
 
-def test_failures_let_pass_what_ends_a_run() -> None:
+def test_failures_do_not_suppress_exceptions_that_end_a_run() -> None:
     with pytest.raises(KeyboardInterrupt), Failures(words).forgiven("lost"):
         raise KeyboardInterrupt
 
 
-def test_files_need_neither_torch_nor_lightning() -> None:
+def test_files_imports_neither_torch_nor_lightning() -> None:
     code = "import sys, lightning_mp._files; print({'torch', 'lightning'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.stdout == "set()\n", ran.stderr

@@ -1,4 +1,4 @@
-"""What functions inside of modules compute: entropy, log Z, and the tokens of experts."""
+"""Measurements of functions that modules call: entropy, log Z, and the tokens of experts."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from tests.monitors.running import Learner
 from tests.precision.models import make_trainer
 
 
-def test_entropy_share_equals_that_in_float64_over_keys_that_are_seen() -> None:
+def test_entropy_share_over_unmasked_keys_equals_a_float64_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(2, 4, 7, 9, generator=generator)
     hidden = torch.ones(7, 9, dtype=torch.bool).triu(1)
@@ -33,7 +33,7 @@ def test_entropy_share_equals_that_in_float64_over_keys_that_are_seen() -> None:
 
 
 @pytest.mark.parametrize(("scale", "share"), [(0.0, 1.0), (1e4, 0.0)])
-def test_entropy_share_is_one_of_a_uniform_and_zero_of_a_one_hot_softmax(
+def test_entropy_share_is_1_for_uniform_and_0_for_one_hot_softmax(
     scale: float, share: float
 ) -> None:
     assert float(entropy_share(scale * torch.arange(9.0)[None])) == share
@@ -52,7 +52,7 @@ class Loss(nn.Module):
         return F.cross_entropy(*args)
 
 
-def test_log_z_of_a_cross_entropy_equals_that_in_float64_whatever_its_shape() -> None:
+def test_log_z_of_a_cross_entropy_of_any_shape_equals_a_float64_reference() -> None:
     logits_BCL = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
     target = torch.zeros(2, 3, dtype=torch.long)
     ((_, found),) = seen_in(loss := Loss(), logits_BCL, target, loss=loss)
@@ -63,7 +63,7 @@ def test_log_z_of_a_cross_entropy_equals_that_in_float64_whatever_its_shape() ->
 
 
 class Block(nn.Module):
-    """A router beside its experts, as Hugging Face's mixtures have it.
+    """A router beside its experts, as in Hugging Face's mixtures of experts.
 
     Args:
         experts: As a list of modules, or stacked in one parameter.
@@ -99,11 +99,11 @@ def test_router_counts_the_tokens_of_each_expert(experts: nn.Module) -> None:
     ]
 
 
-def test_topk_of_classes_is_no_router() -> None:
+def test_topk_over_classes_is_not_a_router() -> None:
     assert seen_in(nn.Sequential(Block(nn.Linear(4, 4))), torch.eye(4)) == []
 
 
-def test_experts_are_judged_once_an_even_share_would_be_500_tokens() -> None:
+def test_experts_are_judged_from_500_tokens_per_expert_on() -> None:
     rule = ExpertRule()
     # Eight experts, 640 tokens: an even share of 80 tokens reaches 500 in the seventh sample.
     sample = [0.0, 160.0, *6 * [80.0]]
@@ -113,7 +113,7 @@ def test_experts_are_judged_once_an_even_share_would_be_500_tokens() -> None:
 
 
 @pytest.mark.parametrize(("count", "kinds"), [(8, ["expert_dead", "expert_overloaded"]), (2, [])])
-def test_expert_that_all_tokens_take_is_overloaded_unless_each_token_takes_half_of_them(
+def test_expert_of_all_tokens_is_overloaded_unless_tokens_use_half_of_the_experts(
     count: int, kinds: list[str]
 ) -> None:
     rule = ExpertRule()
@@ -124,7 +124,7 @@ def test_expert_that_all_tokens_take_is_overloaded_unless_each_token_takes_half_
     assert ["count" in verdict.numbers for verdict in found] == [True, False][: len(kinds)]
 
 
-def test_log_z_that_is_large_from_the_start_is_no_drift() -> None:
+def test_large_but_constant_log_z_is_no_drift() -> None:
     rule = LogitRule()
     found = [rule.judge("output_log_z", "head", step, 60.0 + step / 10) for step in range(40)]
     assert found == [None] * 40
@@ -142,7 +142,7 @@ class Mixture(Learner):
         return self.network(batch[0]).square().mean()
 
 
-def test_monitor_has_load_of_each_expert() -> None:
+def test_monitor_records_the_load_of_each_expert() -> None:
     monitor = ActivationRangeMonitor(every_n_steps=4)
     make_trainer(None, callbacks=[monitor]).fit(Mixture())
     heat = monitor.history.maps["expert_load"]

@@ -1,4 +1,4 @@
-"""Gradients that vanish in fp16 are seen; those that are zero by nature are not."""
+"""`GradientUnderflowMonitor` reports underflow in fp16 and ignores other zeros."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.Instabil
 
 
 def shrinking(from_step: int, per_step: float = 0.7) -> Any:
-    """Return factors of the loss that fall from a step on."""
+    """Return a factor of the loss that falls from a step on."""
     return lambda step: per_step ** max(step - from_step, 0)
 
 
@@ -31,7 +31,7 @@ def still(parameters: Any) -> SGD:
 
 
 @pytest.mark.slow
-def test_gradients_that_sink_into_fp16s_floor_are_warned_of_and_then_alarmed() -> None:
+def test_shrinking_gradients_raise_a_warning_and_then_an_error() -> None:
     watcher = monitor(repeat_after_steps=1)
     model = Watched(None, still, steps=120, factor=shrinking(40))
     watch(model, [watcher], BalancedAMP(loss_scale=64.0))
@@ -47,7 +47,7 @@ def test_gradients_that_sink_into_fp16s_floor_are_warned_of_and_then_alarmed() -
 
 
 @pytest.mark.slow
-def test_the_first_alarm_comes_while_most_gradients_are_still_there() -> None:
+def test_first_alarm_comes_before_most_gradients_are_zero() -> None:
     watcher = monitor()
     model = Watched(None, still, steps=160, factor=shrinking(40, 0.85))
     watch(model, [watcher], BalancedAMP(loss_scale=64.0))
@@ -57,7 +57,7 @@ def test_the_first_alarm_comes_while_most_gradients_are_still_there() -> None:
 
 
 @pytest.mark.slow
-def test_a_parameter_whose_gradient_stops_is_named() -> None:
+def test_parameter_whose_gradient_stops_is_named() -> None:
     def stop(module: Any, step: int) -> None:
         if step >= 40:
             module.network[0].weight.register_hook(torch.zeros_like)
@@ -72,7 +72,7 @@ def test_a_parameter_whose_gradient_stops_is_named() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-def test_with_lightnings_mixed_precision_gradients_are_judged_unscaled(fused: bool) -> None:
+def test_gradients_under_lightnings_mixed_precision_are_judged_unscaled(fused: bool) -> None:
     watcher = monitor()
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
     make = lambda p: AdamW(p, lr=1e-4, fused=fused)  # noqa: E731
@@ -91,7 +91,7 @@ def test_with_lightnings_mixed_precision_gradients_are_judged_unscaled(fused: bo
 
 
 @pytest.mark.parametrize("is_torchs", [False, True], ids=["BalancedAMP", "16-mixed"])
-def test_headroom_is_that_of_the_loss_scale(is_torchs: bool) -> None:
+def test_headroom_includes_the_loss_scale(is_torchs: bool) -> None:
     watcher = monitor()
     largest: list[float] = []
 
@@ -134,21 +134,21 @@ def judged(shares: list[tuple[float, float]], is_absolute: bool = False) -> list
     return [None if verdict is None else verdict.severity == "error" for verdict in verdicts]
 
 
-def test_zeros_that_were_there_from_the_start_are_usual() -> None:
+def test_zeros_from_the_start_raise_no_alarm() -> None:
     assert judged([(0.97, 0.3)] * 9) == [None] * 9
     scattered = [(0.5, 0.3), (0.56, 0.3), (0.52, 0.3)]
     assert judged([*scattered, (0.6, 0.3), (0.61, 0.3)]) == [None] * 5
 
 
-def test_zeros_without_subnormals_are_dead_and_not_vanished() -> None:
+def test_zeros_without_subnormals_are_not_underflow() -> None:
     assert judged([(0.1, 0.0)] * 3 + [(0.5, 0.01)] * 5) == [None] * 8
 
 
-def test_zeros_with_subnormals_alarm_from_five_percent_on() -> None:
+def test_zeros_with_subnormals_raise_an_error_from_five_percent_on() -> None:
     assert judged([(0.0, 0.1)] * 3 + [(0.06, 0.1)] * 3) == [None] * 4 + [True] * 2
 
 
-def test_expert_that_most_batches_use_is_not_dead_and_one_that_no_batch_uses_is() -> None:
+def test_expert_is_dead_only_if_no_batch_uses_it() -> None:
     generator = torch.Generator().manual_seed(0)
     for share in (0.85, 0.5, 0.2):
         used = (torch.rand(400, generator=generator) < share).tolist()
@@ -160,29 +160,29 @@ def test_expert_that_most_batches_use_is_not_dead_and_one_that_no_batch_uses_is(
         assert first <= math.log(1e-6) / math.log(max(unused, 1 / 402)) + 3
 
 
-def test_two_percent_warn_only_if_rising() -> None:
+def test_two_percent_raise_a_warning_only_if_rising() -> None:
     flat = [(0.0, 0.1)] * 3 + [(0.02, 0.1)] * 5
     assert judged(flat) == [None] * 8
     rising = [(0.0, 0.1)] * 3 + [(0.01 + 0.002 * i, 0.1) for i in range(6)]
     assert judged(rising)[-2:] == [False, False]
 
 
-def test_one_odd_batch_is_none() -> None:
+def test_one_odd_batch_raises_no_alarm() -> None:
     assert judged([(0.0, 0.5)] * 4 + [(0.9, 0.5)] + [(0.0, 0.5)] * 3) == [None] * 8
 
 
 @pytest.mark.parametrize("shares", [(0.85, 0.15), (0.3, 0.3), (0.06, 0.9), (0.99, 0.01)])
-def test_zeros_with_as_many_subnormals_alarm_from_the_first_sample(shares: Any) -> None:
+def test_zeros_with_as_many_subnormals_raise_an_alarm_in_the_first_sample(shares: Any) -> None:
     assert judged([shares] * 3, is_absolute=True) == [True] * 3
 
 
-def test_zeros_without_as_many_subnormals_say_nothing_by_themselves() -> None:
+def test_zeros_without_as_many_subnormals_raise_no_alarm() -> None:
     assert judged([(0.97, 0.02), (0.3, 0.2), (0.04, 0.9), (1.0, 0.0)] * 2, True)[:3] == [None] * 3
     odd = [(0.0, 0.3), (0.5, 0.5), (0.0, 0.3)]
     assert judged(odd, is_absolute=True) == [None] * 3
 
 
-def test_gradients_too_small_for_fp16_from_the_start_are_named_with_a_remedy_that_fits() -> None:
+def test_gradients_too_small_for_fp16_from_the_start_get_a_loss_scale_that_fits() -> None:
     watcher = monitor()
     model = Watched(None, still, steps=3, factor=lambda _: 1e-6)
     watch(model, [watcher], BalancedAMP(loss_scale=1.0))
@@ -193,21 +193,21 @@ def test_gradients_too_small_for_fp16_from_the_start_are_named_with_a_remedy_tha
     assert "subnormal" in alarms["all gradients"].message
 
 
-def test_gradients_of_which_nothing_is_left_while_there_is_a_loss_are_named() -> None:
+def test_zero_gradients_at_a_nonzero_loss_raise_an_alarm() -> None:
     watcher = monitor()
     model = Watched(None, still, steps=3, factor=lambda _: 1e-12)
     watch(model, [watcher], BalancedAMP(loss_scale=1.0))
     assert (watcher.alarms[0].step, watcher.alarms[0].value) == (0, 1.0)
 
 
-def test_a_loss_of_exactly_zero_is_no_underflow() -> None:
+def test_loss_of_exactly_zero_is_no_underflow() -> None:
     watcher = monitor()
     watch(Watched(None, still, steps=60, factor=lambda step: float(step < 30)), [watcher])
     assert watcher.alarms == []
     assert dict(watcher.history.curves["gradient_zero_share"])[50] == 1
 
 
-def test_a_frozen_parameter_is_left_out() -> None:
+def test_frozen_parameter_is_not_measured() -> None:
     network = perceptron()
     network[0].requires_grad_(False)
     watcher = monitor()

@@ -1,4 +1,4 @@
-"""The step of an overflow: by a line where there is one, and not by noise."""
+"""`GrowthRule` forecasts the step of an overflow from a trend, but not from noise."""
 
 import json
 import math
@@ -15,25 +15,25 @@ def forecast(bits: list[float], every: int = 20) -> int | None:
     return rule.overflow_step("stream")
 
 
-def test_steady_growth_is_forecast_to_the_step() -> None:
+def test_overflow_of_steady_growth_is_forecast_to_the_step() -> None:
     # It doubles every 100 steps from 64 on, and passes 65504 after almost 10 doublings.
     bits = [math.log2(65504 / 64) - 0.2 * at for at in range(10)]
     assert forecast(bits) == int(100 * math.log2(65504 / 64))
 
 
-def test_shrinking_and_few_samples_have_no_forecast() -> None:
+def test_shrinking_values_and_few_samples_have_no_forecast() -> None:
     assert forecast([5 + 0.1 * at for at in range(10)]) is None
     assert forecast([5 - 0.1 * at for at in range(4)]) is None
 
 
-def test_noise_has_a_forecast_in_less_than_one_of_two_hundred() -> None:
+def test_noise_has_a_forecast_in_fewer_than_one_of_200_cases() -> None:
     rng = np.random.default_rng(0)
     found = [forecast((5 + rng.standard_normal(10)).tolist()) for _ in range(1000)]
     # Beyond 6 errors at 8 degrees of freedom, one side: 1.6e-4.
     assert sum(each is not None for each in found) <= 5
 
 
-def test_forecast_is_of_unscaled_gradients_where_the_loss_scale_looks_for_its_height() -> None:
+def test_forecast_uses_unscaled_gradients() -> None:
     rule = GrowthRule()
     for at in range(12):
         scale = at  # doubles with every sample, while gradients stay as they are
@@ -44,7 +44,7 @@ def test_forecast_is_of_unscaled_gradients_where_the_loss_scale_looks_for_its_he
     assert rule.overflow_step("g", left=1.0) == 28  # 9 - 0.5 * 16 = 1
 
 
-def test_growth_survives_its_state() -> None:
+def test_growth_continues_from_its_state() -> None:
     first, second = GrowthRule(), GrowthRule()
     for at in range(6):
         first.add("a", at, 9.0 - at)

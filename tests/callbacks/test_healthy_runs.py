@@ -1,4 +1,4 @@
-"""Two thousand healthy steps: no monitor says a word, whatever the precision.
+"""Two thousand healthy steps raise no alarm in any precision.
 
 For `make sweep`; what `make test` trains under all monitors stands in `tests/monitors`.
 """

@@ -1,4 +1,4 @@
-"""What monitors remember stays bounded, even and whole on its way through a checkpoint."""
+"""A `History` is bounded, evenly thinned, and restored from checkpoints."""
 
 import io
 import math
@@ -33,7 +33,7 @@ def test_long_curves_are_thinned_evenly_and_keep_their_first_point() -> None:
     assert all(value == step / 2 for step, value in points)
 
 
-def test_heat_maps_take_tensors_that_come_late_and_leave_others_empty() -> None:
+def test_heat_maps_accept_new_tensors_in_later_columns() -> None:
     history = History()
     history.add_column("share", 0, {"a": 0.1, "b": 0.2})
     history.add_column("share", 5, {"c": 0.3, "a": 0.4})
@@ -61,7 +61,7 @@ def test_two_optimizers_share_the_column_of_a_step() -> None:
     assert all(column == [step, -step] for step, column in heat["columns"])
 
 
-def test_what_a_run_records_anew_is_forgotten() -> None:
+def test_steps_that_a_resumed_run_repeats_are_dropped() -> None:
     history = History()
     for step in (0, 5, 9):
         history.add_point("norm", step, float(step))
@@ -82,7 +82,7 @@ def test_monitor_used_for_a_second_run_forgets_the_first() -> None:
         assert [step for step, _ in monitor.history.curves["loss"]] == list(range(steps))
 
 
-def test_of_many_alarms_the_first_and_the_newest_stay() -> None:
+def test_first_and_latest_of_many_alarms_are_kept() -> None:
     history = History()
     for step in range(2500):
         history.add_alarm(alarm(step))
@@ -99,7 +99,7 @@ def through_checkpoint(state: dict[str, Any]) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def test_a_history_goes_on_after_a_checkpoint() -> None:
+def test_history_continues_from_a_checkpoint() -> None:
     whole, half = History(), History()
     for step in range(6000):
         whole.add_point("x", step, step)
@@ -121,7 +121,7 @@ class _Says(InstabilityMonitor):
         self.alarm(trainer, "done", "Nothing.", "", severity="info")
 
 
-def test_an_alarm_is_repeated_after_so_many_steps_and_infos_warn_of_nothing() -> None:
+def test_alarm_repeats_after_the_given_steps_and_a_note_does_not_warn() -> None:
     monitor = _Says(repeat_after_steps=4)
     with pytest.warns(InstabilityWarning) as caught:
         watch(Watched(steps=10), [monitor])
@@ -136,11 +136,11 @@ def test_an_alarm_is_repeated_after_so_many_steps_and_infos_warn_of_nothing() ->
     assert repr(again.state_dict()) == repr(monitor.state_dict())  # NaN is not equal to itself
 
 
-def test_names_lose_what_wrappers_put_into_them() -> None:
+def test_names_omit_the_prefixes_of_wrappers() -> None:
     assert as_written("a._orig_mod.b._fsdp_wrapped_module.c") == "a.b.c"
 
 
 @pytest.mark.parametrize("value", [0, 1.5, True])
-def test_a_repetition_of_no_steps_is_refused(value: object) -> None:
+def test_repeat_after_zero_steps_raises_an_error(value: object) -> None:
     with pytest.raises(ValueError, match="repeat_after_steps"):
         InstabilityMonitor(repeat_after_steps=value)  # type: ignore[arg-type]

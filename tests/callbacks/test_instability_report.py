@@ -1,4 +1,4 @@
-"""What `InstabilityReport` records and writes, in whole runs, also in those that fail."""
+"""`InstabilityReport` records and writes whole runs, and runs that fail."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from tests.processes import exit_code_of
 
 
 class Told(Watched):
-    """Keeps its losses and, in float64, the norms of its gradients."""
+    """Records its losses, and the norms of its gradients in float64."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -54,7 +54,7 @@ def _values(data: dict[str, Any], name: str) -> dict[int, float]:
     return dict(zip(curve["steps"], curve["values"], strict=True))
 
 
-def test_rate_is_told_as_configured_reached_and_now(tmp_path: Path) -> None:
+def test_facts_show_the_configured_highest_and_current_rate(tmp_path: Path) -> None:
     class Scheduled(Watched):
         def configure_optimizers(self) -> Any:
             optimizer = SGD(self.parameters(), lr=0.5)
@@ -135,7 +135,7 @@ def test_report_under_accumulation_has_the_mean_loss_of_each_step(tmp_path: Path
 
 
 class Manual(Told):
-    """Returns a dict, and nothing in every third batch."""
+    """Returns a dict, and `None` in every third batch."""
 
     automatic_optimization = False
 
@@ -149,7 +149,7 @@ class Manual(Told):
 
 
 @pytest.mark.parametrize("backward", ["manual_backward", "tensor"])
-def test_report_in_manual_optimization_has_the_losses_that_were_backpropagated(
+def test_report_in_manual_optimization_has_the_backpropagated_losses(
     tmp_path: Path, backward: str
 ) -> None:
     model = Manual(steps=7)
@@ -162,7 +162,7 @@ def test_report_in_manual_optimization_has_the_losses_that_were_backpropagated(
     assert len(_values(_data(tmp_path), "gradient_norm")) == 7
 
 
-def test_report_under_a_loss_scale_counts_skips_and_marks_what_is_not_finite(
+def test_report_under_a_loss_scale_counts_skips_and_marks_non_finite_values(
     tmp_path: Path,
 ) -> None:
     factors = {3: math.inf, 4: math.inf, 7: math.inf}
@@ -215,7 +215,7 @@ def test_report_with_monitors_has_their_maps_alarms_and_norm(tmp_path: Path) -> 
 
 
 class LastWords(InstabilityMonitor):
-    """Raises its alarm when all is lost."""
+    """Raises an alarm in `on_exception`."""
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         self.alarm(trainer, "last_words", "It is over.", "Rest.", severity="error")
@@ -229,7 +229,7 @@ class Failing(Watched):
 
 
 @pytest.mark.filterwarnings("ignore:Step 5")
-def test_report_of_a_run_that_fails_says_why_and_has_the_last_alarms(tmp_path: Path) -> None:
+def test_report_of_a_failed_run_has_the_exception_and_the_last_alarms(tmp_path: Path) -> None:
     report = InstabilityReport(dirpath=str(tmp_path))
     with pytest.raises(ValueError, match="bad</b> batch"):
         watch(Failing(steps=9), [report, LastWords()])  # the report comes first
@@ -242,7 +242,7 @@ def test_report_of_a_run_that_fails_says_why_and_has_the_last_alarms(tmp_path: P
     assert list(_values(data, "loss")) == [0, 1, 2, 3, 4]
 
 
-def test_report_that_cannot_be_written_warns_and_training_goes_on(tmp_path: Path) -> None:
+def test_report_that_cannot_be_written_warns_and_training_continues(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     model = Told(steps=3)
     with pytest.warns(UserWarning, match=r"could not write .*Training continues"):
@@ -254,13 +254,13 @@ def test_report_that_cannot_be_written_warns_and_training_goes_on(tmp_path: Path
 
 
 class BrokenReadback(AsyncReadback):
-    """What a GPU does after a device-side assertion."""
+    """Fails as a GPU does after a device-side assertion."""
 
     def drain(self) -> Any:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
-def test_report_of_a_run_whose_device_failed_is_written_all_the_same(
+def test_report_is_written_after_the_device_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "AsyncReadback", BrokenReadback)
@@ -282,7 +282,7 @@ class Writing(pl.Callback):
             self.written += [path, json.loads(path.with_suffix(".json").read_text())]
 
 
-def test_report_on_demand_writes_what_there_is_so_far(tmp_path: Path) -> None:
+def test_report_can_be_written_during_training(tmp_path: Path) -> None:
     report = InstabilityReport(dirpath=str(tmp_path))
     writing = Writing(report)
     watch(Watched(steps=6), [report, writing])
@@ -303,7 +303,7 @@ def _train_until_killed(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_report_of_a_killed_run_was_written_by_time(tmp_path: Path) -> None:
+def test_report_of_a_killed_run_was_written_at_an_interval(tmp_path: Path) -> None:
     assert exit_code_of(_train_until_killed, str(tmp_path)) == -signal.SIGKILL
     assert {path.name for path in tmp_path.iterdir()} == {"instability.html", "instability.json"}
     assert list(_values(_data(tmp_path), "loss")) == list(range(20))
@@ -370,7 +370,7 @@ def test_report_in_test_and_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_report_stays_before_checkpoints_and_behind_monitors() -> None:
+def test_report_stays_before_checkpoints_and_after_monitors() -> None:
     report, saving, monitor = InstabilityReport(), ModelCheckpoint(), GradientUnderflowMonitor()
     trainer = pl.Trainer(
         accelerator="cpu", logger=False, callbacks=[report, monitor, saving], max_steps=1
@@ -393,7 +393,7 @@ def test_report_stays_before_checkpoints_and_behind_monitors() -> None:
         ("max_tensors", 501),
     ],
 )
-def test_report_with_a_bad_argument_is_refused(argument: str, value: Any) -> None:
+def test_report_with_a_wrong_argument_raises_an_error(argument: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"InstabilityReport\({argument}={value!r}\)"):
         InstabilityReport(**{argument: value})
 

@@ -1,4 +1,4 @@
-"""The data of a report is bounded and loses no event; its page needs nothing and trusts nothing."""
+"""The data of a report are bounded and lose no event; the page is self-contained and safe."""
 
 import base64
 import hashlib
@@ -64,7 +64,7 @@ def _text(page: str) -> str:
 # --- the page ------------------------------------------------------------------------------------
 
 
-def test_page_asks_for_nothing_from_outside() -> None:
+def test_page_makes_no_requests() -> None:
     page = report_page(_data(_with_alarms(_alarm(3))))
     assert all(target.startswith("#") for target in re.findall(r'(?:href|src)="([^"]*)"', page))
     assert set(re.findall(r"https?://[^\"'` )]+", page)) == {"http://www.w3.org/2000/svg"}
@@ -74,7 +74,7 @@ def test_page_asks_for_nothing_from_outside() -> None:
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
 
 
-def test_page_escapes_all_that_comes_from_users() -> None:
+def test_page_escapes_texts_from_users() -> None:
     history = _with_alarms(_alarm(1, text=EVIL, tensor=EVIL, remedy=EVIL))
     history.add_point(EVIL, 1, 1.0)
     history.add_column(EVIL, 1, {EVIL: 1.0})
@@ -96,7 +96,7 @@ def test_page_escapes_all_that_comes_from_users() -> None:
     assert embedded["maps"][0]["rows"] == [EVIL]
 
 
-def test_page_scripts_never_write_markup() -> None:
+def test_page_scripts_never_insert_markup() -> None:
     page = report_page(_data())
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
 
@@ -164,7 +164,7 @@ def test_data_and_page_of_the_largest_run_take_at_most_five_megabytes() -> None:
     assert len(report_page(data)) < 5e6
 
 
-def test_data_of_a_long_curve_keeps_spikes_and_what_is_not_finite() -> None:
+def test_data_of_a_long_curve_keep_spikes_and_non_finite_values() -> None:
     own = History()
     own.curves["loss"] = [(step, 1.0) for step in range(4000)]
     own.curves["loss"][1717] = (1717, 50.0)
@@ -185,7 +185,7 @@ def test_data_of_the_loss_scale_is_exact() -> None:
     assert _data(own)["curves"]["loss_scale"]["values"] == [16777216, 131072, 0.25]
 
 
-def test_data_takes_its_own_loss_and_the_densest_gradient_norm() -> None:
+def test_data_use_the_reports_loss_and_the_densest_gradient_norm() -> None:
     own, sparse, dense = History(), History(), History()
     own.curves = {"loss": [(0, 1.0)]}
     sparse.curves = {"loss": [(0, 7.0), (1, 7.0)], "gradient_norm": [(0, 1.0)]}
@@ -195,7 +195,7 @@ def test_data_takes_its_own_loss_and_the_densest_gradient_norm() -> None:
     assert curves["gradient_norm"]["values"] == [2, 2]
 
 
-def test_data_of_a_map_merges_optimizers_and_tells_what_is_missing() -> None:
+def test_data_of_a_map_merge_optimizers_and_mark_missing_values() -> None:
     monitor = History()
     monitor.add_column("gradient_headroom_bits", 0, {"a": 3.14159, "b": math.inf})
     monitor.add_column("gradient_headroom_bits", 0, {"c": 5.0})
@@ -218,7 +218,7 @@ def test_data_of_a_map_merges_optimizers_and_tells_what_is_missing() -> None:
     ],
     ids=["zeros", "headroom", "update", "infinite", "alarm"],
 )
-def test_data_of_a_map_has_the_most_notable_rows_first(
+def test_data_of_a_map_have_the_most_notable_rows_first(
     name: str, values: dict[str, list[float]], first: str
 ) -> None:
     monitor = _with_alarms(_alarm(1, tensor="alarmed"))
@@ -246,7 +246,7 @@ def test_rebuild_finds_data_under_any_name_and_one_folder_below(tmp_path: Path) 
     assert (folder / "mine.html").read_text() == report_page(_data())
 
 
-def test_rebuild_of_nothing_or_several_says_so(tmp_path: Path) -> None:
+def test_rebuild_without_or_with_several_reports_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="which does not exist"):
         rebuild_page(tmp_path / "none")
     with pytest.raises(ValueError, match=r"no report data.*InstabilityReport"):
@@ -261,11 +261,11 @@ def test_rebuild_of_nothing_or_several_says_so(tmp_path: Path) -> None:
         rebuild_page(tmp_path)
 
 
-# --- data that is damaged, or of another version --------------------------------------------------
+# --- damaged data, and data of another version ---------------------------------------------------
 
 
 def whole() -> dict[str, Any]:
-    """Return data that has some of everything."""
+    """Return data with every kind of content."""
     own = _with_alarms(_alarm(3, "error"), _alarm(5, tensor="a.weight"), _alarm(7, "info"))
     for step in range(9):
         own.add_point("loss", step, 1.0 / (step + 1))
@@ -274,13 +274,13 @@ def whole() -> dict[str, Any]:
     return json.loads(json.dumps(_data(own)))
 
 
-def test_rebuild_takes_data_of_this_version_as_they_are(tmp_path: Path, recwarn: Any) -> None:
+def test_rebuild_uses_all_data_of_this_version(tmp_path: Path, recwarn: Any) -> None:
     (tmp_path / "run.json").write_text(json.dumps(whole()))
     assert rebuild_page(tmp_path).read_text() == report_page(whole())
     assert not recwarn
 
 
-def test_rebuild_of_a_later_version_shows_what_this_one_knows(tmp_path: Path) -> None:
+def test_rebuild_of_a_later_version_shows_the_known_parts(tmp_path: Path) -> None:
     later = whole()
     later["format"] = "lightning-mp instability report 7"
     later["run"] |= {"cluster": "north", "facts": [["Model", "Net"], ["GPUs", "8", "H200"]]}
@@ -304,7 +304,7 @@ def test_rebuild_of_a_later_version_shows_what_this_one_knows(tmp_path: Path) ->
     assert page == report_page(expected)
 
 
-def test_rebuild_of_a_file_that_was_cut_off_anywhere_shows_what_comes_before(
+def test_rebuild_of_a_truncated_file_shows_the_parts_before(
     tmp_path: Path,
 ) -> None:
     text, path = json.dumps(whole()), tmp_path / "run.json"
@@ -335,7 +335,7 @@ def test_rebuild_of_a_file_damaged_in_one_part_shows_the_others(tmp_path: Path, 
 
 @pytest.mark.parametrize("part", ["run", "counts", "first", "alarms", "curves", "maps"])
 @pytest.mark.parametrize("value", [None, 3, "text", [1], {"a": 1}, [[]], {"a": {"b": []}}])
-def test_rebuild_of_data_with_a_part_of_another_kind_writes_the_page(
+def test_rebuild_of_data_with_a_part_of_a_wrong_type_writes_the_page(
     tmp_path: Path, part: str, value: Any
 ) -> None:
     (tmp_path / "run.json").write_text(json.dumps({**whole(), part: value}))
@@ -346,7 +346,7 @@ def test_rebuild_of_data_with_a_part_of_another_kind_writes_the_page(
     assert curve == (None if part == "curves" else whole()["curves"]["loss"])
 
 
-def test_rebuild_leaves_a_page_of_somebody_else_alone(tmp_path: Path) -> None:
+def test_rebuild_keeps_a_page_of_another_program(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(whole()))
     (tmp_path / "run.html").write_text("<h1>My run</h1>")
     assert rebuild_page(tmp_path) == tmp_path / "run-v1.html"

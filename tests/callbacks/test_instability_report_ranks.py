@@ -1,4 +1,4 @@
-"""On several ranks, rank zero writes."""
+"""On several ranks, rank zero writes the report."""
 
 import json
 import tempfile
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 
 
 class OnRank(Watched):
-    """Has another loss on each rank."""
+    """Has a different loss on each rank."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx) * (1 + self.global_rank)

@@ -1,4 +1,4 @@
-"""Reports of runs that share a folder, are killed, or go on; loggers; who is told of alarms."""
+"""Reports of runs that share a folder, are killed, or are resumed; loggers; alerts."""
 
 import dataclasses
 import functools
@@ -78,7 +78,7 @@ def _train_until_killed(folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_killed_run_leaves_its_last_alarm_and_the_resumed_one_goes_on_with_the_page(
+def test_killed_run_keeps_its_last_alarm_and_the_resumed_run_continues_the_page(
     tmp_path: Path, elsewhere: bool
 ) -> None:
     assert exit_code_of(_train_until_killed, str(tmp_path)) == -signal.SIGKILL
@@ -102,7 +102,7 @@ def test_killed_run_leaves_its_last_alarm_and_the_resumed_one_goes_on_with_the_p
     ]
 
 
-def test_runs_that_share_a_folder_keep_reports_of_their_own(tmp_path: Path) -> None:
+def test_runs_that_share_a_folder_have_separate_reports(tmp_path: Path) -> None:
     for steps in (3, 5, 7):
         watch(Watched(steps=steps), [InstabilityReport()], default_root_dir=str(tmp_path))
     counts = {path.name: _data(path)["run"]["steps"] for path in tmp_path.glob("*.json")}
@@ -119,7 +119,7 @@ def test_runs_that_share_a_folder_keep_reports_of_their_own(tmp_path: Path) -> N
     ],
     ids=["by-time", "alarm"],
 )
-def test_pace_is_by_time_sooner_after_an_alarm_and_never_dense(
+def test_pace_follows_time_and_alarms_and_limits_the_share_of_writes(
     times: list[tuple[int, bool]], expected: list[bool]
 ) -> None:
     clock = SimpleNamespace(now=0.0)
@@ -132,7 +132,7 @@ def test_pace_is_by_time_sooner_after_an_alarm_and_never_dense(
     assert due == expected
 
 
-def test_report_does_not_take_the_name_of_a_page_that_is_there(tmp_path: Path) -> None:
+def test_report_does_not_overwrite_another_page(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text("<h1>My site</h1>")
     report = InstabilityReport(dirpath=str(tmp_path), filename="index.html")
     watch(Watched(steps=3), [report])
@@ -143,7 +143,7 @@ def test_report_does_not_take_the_name_of_a_page_that_is_there(tmp_path: Path) -
 
 
 class Acts(pl.Callback):
-    """Does something to the disk at a step."""
+    """Changes the disk at a step."""
 
     def __init__(self, **acts: Any) -> None:
         self.acts = acts
@@ -189,7 +189,7 @@ def test_report_whose_folder_cannot_be_made_yet_is_written_later(
     assert [text.split("`")[1] for text in told] == ["InstabilityReport", "TensorCollector"]
 
 
-def test_report_on_a_full_disk_warns_once_and_keeps_the_page_of_before(tmp_path: Path) -> None:
+def test_report_on_a_full_disk_warns_once_and_keeps_the_old_page(tmp_path: Path) -> None:
     full = full_disk()
     monitor = AlarmAt(1, 4, 5, 6)
     acts = Acts(at_3=full.__enter__, at_8=lambda: full.__exit__(None, None, None))
@@ -207,9 +207,7 @@ def test_report_on_a_full_disk_warns_once_and_keeps_the_page_of_before(tmp_path:
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("how", ["cut off", "cut off behind", "later", "not JSON", "empty"])
-def test_resumed_report_is_written_whatever_the_data_of_before_are(
-    tmp_path: Path, how: str
-) -> None:
+def test_resumed_report_is_written_despite_damaged_earlier_data(tmp_path: Path, how: str) -> None:
     saving = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=20)
     callbacks: list[Any] = [InstabilityReport(dirpath=str(tmp_path)), saving, AlarmAt(10, 25)]
     watch(Watched(steps=30), callbacks, enable_checkpointing=True)
@@ -238,7 +236,7 @@ def test_resumed_report_is_written_whatever_the_data_of_before_are(
 
 
 class Kept(Logger):
-    """Keeps what it gets; its experiment has the methods that it is told."""
+    """Records its calls; its experiment has the given methods."""
 
     def __init__(self, folder: Path, **experiment: Any) -> None:
         super().__init__()
@@ -264,7 +262,7 @@ class Kept(Logger):
         pass
 
 
-def test_report_is_given_to_each_logger_by_its_own_interface(tmp_path: Path) -> None:
+def test_report_is_logged_through_the_interface_of_each_logger(tmp_path: Path) -> None:
     wandb = Kept(tmp_path, methods=["log_artifact"], id="ab12")
     mlflow = Kept(tmp_path, methods=["log_artifact", "log_text"])
     mlflow.run_id = "r7"  # type: ignore[attr-defined]
@@ -289,7 +287,7 @@ def test_report_is_given_to_each_logger_by_its_own_interface(tmp_path: Path) -> 
         assert (2, {"instability/odd": 2.5}) in logger.metrics
 
 
-def test_report_that_a_logger_does_not_take_warns_and_is_kept_back_on_request(
+def test_failing_logger_warns_and_log_artifact_disables_logging(
     tmp_path: Path,
 ) -> None:
     class Broken(Kept):
@@ -310,7 +308,7 @@ def test_report_that_a_logger_does_not_take_warns_and_is_kept_back_on_request(
     assert silent.calls == []
 
 
-def test_monitors_log_nothing_where_lightning_logs_nothing(tmp_path: Path) -> None:
+def test_monitors_log_nothing_if_lightning_logs_nothing(tmp_path: Path) -> None:
     logger = Kept(tmp_path)
     monitors = [
         LossScaleMonitor(),
@@ -336,7 +334,7 @@ def test_alert_calls_a_function_with_warnings_and_errors(tmp_path: Path) -> None
     assert [alarm.step for alarm in told] == [1, 3]
 
 
-def test_alert_whose_function_fails_warns_once(tmp_path: Path) -> None:
+def test_failing_alert_function_warns_once(tmp_path: Path) -> None:
     def fail(alarm: Alarm) -> None:
         raise OSError("no mail")
 
@@ -350,7 +348,7 @@ def test_alert_whose_function_fails_warns_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server of this machine that keeps what is posted to it."""
+    """A local server that records the requests that it receives."""
     posted: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -382,7 +380,7 @@ def test_alert_posts_json_to_a_url(tmp_path: Path, server: tuple[str, list[Any]]
     assert posted[0]["alarm"]["remedy"] == "Look."
 
 
-def test_alerts_on_their_way_when_training_ends_arrive(server: tuple[str, list[Any]]) -> None:
+def test_alerts_pending_at_the_end_of_training_arrive(server: tuple[str, list[Any]]) -> None:
     url, posted = server
     alerts = Alerts(url)
     alarm = Alarm(step=0, monitor="A", kind="odd", severity="warning", message="Odd.", remedy="Go.")
@@ -393,7 +391,7 @@ def test_alerts_on_their_way_when_training_ends_arrive(server: tuple[str, list[A
 
 
 @pytest.mark.parametrize("target", ["answers-500", "nobody"])
-def test_alert_that_does_not_arrive_warns_without_the_url_and_training_goes_on(
+def test_alert_that_does_not_arrive_warns_without_the_url_and_training_continues(
     tmp_path: Path, server: tuple[str, list[Any]], target: str
 ) -> None:
     # Port 1 is privileged, and nothing of a test listens there.
@@ -427,7 +425,7 @@ ALARM = Alarm(step=0, monitor="A", kind="odd", severity="warning", message="Odd.
 
 
 @pytest.mark.parametrize("url", URLS.values(), ids=URLS)
-def test_alert_tells_no_secret_of_its_url(
+def test_warning_of_an_alert_contains_no_secret_of_the_url(
     url: str,
     server: tuple[str, list[Any]],
     logged: list[str],
@@ -440,17 +438,17 @@ def test_alert_tells_no_secret_of_its_url(
         alerts.finish()
     said = [*(str(each.message) for each in caught), *logged, *capfd.readouterr()]
     assert not any(SECRET.lower() in text.lower() for text in said)
-    (text,) = (each for each in said if "could not be sent to" in each)
-    # It says what kind of failure it was.
-    assert re.search(r"to: (HTTPError 500|gaierror|\w*(Error|URL)\b)", text)
+    (text,) = (each for each in said if "could not send an alarm" in each)
+    # The warning contains the class of the error.
+    assert re.search(r"URL: (HTTPError 500|gaierror|\w*(Error|URL)\b)", text)
 
 
-def test_alert_function_that_fails_tells_no_secret_it_holds() -> None:
+def test_warning_of_an_alert_function_contains_no_secret() -> None:
     def post(url: str, alarm: Alarm) -> None:
         raise ConnectionError(f"no route to {url}")
 
     alerts = Alerts(functools.partial(post, f"https://hooks.example/{SECRET}"))
-    with pytest.warns(UserWarning, match="`partial` that an alarm .*: no route to a URL") as caught:
+    with pytest.warns(UserWarning, match="an alarm to `partial`: .*: no route to a URL") as caught:
         alerts.send("Watched", ALARM)
     assert not any(SECRET in str(each.message) for each in caught)
 
@@ -465,13 +463,13 @@ def test_alert_function_that_fails_tells_no_secret_it_holds() -> None:
         {"alert": f"https://hooks.example/{SECRET}", "filename": "page"},
     ],
 )
-def test_argument_that_is_refused_tells_no_secret_of_a_url(arguments: dict[str, Any]) -> None:
+def test_error_of_a_wrong_url_contains_no_secret(arguments: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError), match="Passed `InstabilityReport") as caught:
         InstabilityReport(**arguments)
     assert SECRET not in str(caught.value)
 
 
-def test_report_keeps_the_secret_of_its_url_out_of_page_and_checkpoint(tmp_path: Path) -> None:
+def test_page_and_checkpoint_contain_no_secret_of_the_url(tmp_path: Path) -> None:
     report = InstabilityReport(dirpath=str(tmp_path), alert=f"http://127.0.0.1:1/{SECRET}")
     with pytest.warns(UserWarning, match="could not send an alarm to a URL"):
         trainer = watch(Watched(steps=3), [report, AlarmAt(1)])

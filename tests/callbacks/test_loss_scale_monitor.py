@@ -1,4 +1,4 @@
-"""The loss scale's fall is told before its floor, with the plugins of both sides."""
+"""`LossScaleMonitor` warns before the floor, with plugins of this package and of Lightning."""
 
 import csv
 from typing import Any
@@ -38,9 +38,7 @@ def overflowing(first_step: int, count: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [None, fused], ids=["foreach", "fused"])
 @pytest.mark.parametrize("plugin", [ours, stock], ids=["BalancedAMP", "16-mixed"])
-def test_seventeen_overflows_from_65536_are_warned_of_before_the_floor(
-    plugin: Any, optimizer: Any
-) -> None:
+def test_seventeen_overflows_raise_an_alarm_before_the_floor(plugin: Any, optimizer: Any) -> None:
     monitor = LossScaleMonitor()
     watch(Watched(None, optimizer, steps=30, factor=overflowing(5, 17)), [monitor], plugin())
     low = first(monitor, "loss_scale_low")
@@ -57,7 +55,7 @@ def test_seventeen_overflows_from_65536_are_warned_of_before_the_floor(
 
 
 @pytest.mark.slow
-def test_more_than_one_percent_of_a_thousand_steps_skipped_is_warned_of_after_calibration() -> None:
+def test_skip_rate_raises_an_alarm_after_calibration() -> None:
     monitor = LossScaleMonitor(window_steps=100, max_skip_rate=0.05, calibration_steps=50)
     factor = lambda step: torch.inf if step in {3, 9, 12, 20, 30, 40, *range(60, 74, 2)} else 1.0  # noqa: E731
     plugin = BalancedAMP(loss_scale=LossScaleConfig(growth_interval=2, max_scale=2.0**16))
@@ -68,7 +66,7 @@ def test_more_than_one_percent_of_a_thousand_steps_skipped_is_warned_of_after_ca
     assert "growth_interval=4000" in alarm.remedy
 
 
-def test_a_static_scale_that_overflows_is_an_error() -> None:
+def test_overflow_at_a_static_scale_is_an_error() -> None:
     monitor = LossScaleMonitor()
     plugin = BalancedAMP(loss_scale=256.0)
     watch(Watched(steps=5, factor=overflowing(2, 1)), [monitor], plugin)
@@ -76,7 +74,7 @@ def test_a_static_scale_that_overflows_is_an_error() -> None:
     assert "dynamic" in monitor.alarms[0].remedy
 
 
-def test_runs_without_loss_scale_are_left_alone() -> None:
+def test_run_without_loss_scale_raises_no_alarm() -> None:
     monitor = LossScaleMonitor()
     watch(Watched(steps=3), [monitor])
     watch(Watched(steps=3), [monitor], BalancedAMP(half="bf16"))
@@ -84,14 +82,14 @@ def test_runs_without_loss_scale_are_left_alone() -> None:
     assert monitor.alarms == []
 
 
-def test_accumulated_batches_are_no_steps() -> None:
+def test_accumulated_batches_count_as_one_step() -> None:
     for plugin in (ours(), stock()):
         monitor = LossScaleMonitor()
         watch(Watched(steps=12), [monitor], plugin, accumulate_grad_batches=4)
         assert monitor.steps == 3
 
 
-def test_the_floor_is_told_though_the_plugin_gives_up_there() -> None:
+def test_floor_raises_an_alarm_although_the_plugin_raises_an_error() -> None:
     monitor = LossScaleMonitor()
     config = LossScaleConfig(init_scale=2.0, patience=3)
     model = Watched(steps=30, factor=overflowing(0, 30))

@@ -1,4 +1,4 @@
-"""The loss of every step is judged, also where the optimizer's parameters have no gradient."""
+"""The loss of every step is judged, even if the optimizer's parameters have no gradient."""
 
 import math
 import warnings
@@ -27,7 +27,7 @@ BAD = 40
 
 
 class Elsewhere(PlantedModel):
-    """Its optimizer holds parameters that the loss does not reach."""
+    """Has an optimizer whose parameters get no gradient."""
 
     def __init__(self, planted: dict[int, str] | None = None, **options: Any) -> None:
         super().__init__(planted, **options)
@@ -43,7 +43,7 @@ def quick(**options: Any) -> SpikeGuard:
 
 @pytest.mark.parametrize("planted", ["nan", "explosion"])
 @pytest.mark.parametrize("action", ["warn", "skip", "stop", "raise", "rewind"])
-def test_loss_that_reaches_no_parameter_of_the_optimizer_is_judged(
+def test_loss_without_gradients_for_the_optimizer_is_judged(
     tmp_path: Path, action: Any, planted: str
 ) -> None:
     options = {"rewind_steps": 10, "checkpoint_every_n_steps": 10, "skip_batches": 15}
@@ -69,7 +69,7 @@ def test_loss_that_is_nan_from_the_start_ends_training_at_once(action: Any) -> N
     assert math.isnan(guard.alarms[0].value)
 
 
-def test_loss_that_stalls_is_told_of_where_the_optimizer_has_no_gradients() -> None:
+def test_stalled_loss_without_gradients_raises_an_alarm() -> None:
     class Rises(Elsewhere):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) * (9 if 4 <= batch_idx < 20 else 1)
@@ -87,7 +87,7 @@ class Sometimes(PlantedModel):
         return None if batch_idx % 3 == 2 else loss
 
 
-def test_step_without_a_loss_stays_one_without_a_loss() -> None:
+def test_step_without_a_loss_has_no_loss_in_its_facts() -> None:
     guard, keeps = quick(action="stop"), Keeps()
     moved = StepRecorder()
     fit(Sometimes(), make_batches(30), guard, keeps, moved, log_every_n_steps=1)
@@ -99,7 +99,7 @@ def test_step_without_a_loss_stays_one_without_a_loss() -> None:
 
 
 class SometimesByHand(PlantedModel):
-    """Takes every third step without a backward: Lightning lets no rank return None."""
+    """Makes every third step without a backward, because no rank may return `None`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def train(rank: int, kind: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_losses_without_gradients_are_judged_on_ranks_and_missing_ones_are_missing() -> None:
+def test_losses_without_gradients_are_judged_on_all_ranks_and_missing_losses_are_not() -> None:
     for events, last, losses, _ in run_ranks(train, 2, "nan"):
         assert events == [(BAD, "non_finite_loss")]
         assert last == BAD

@@ -1,4 +1,4 @@
-"""A disk that takes no checkpoint of `SpikeGuard(action="rewind")` costs a checkpoint, no run."""
+"""A disk error costs `SpikeGuard(action="rewind")` a checkpoint, but does not end the run."""
 
 import warnings
 from pathlib import Path
@@ -35,7 +35,7 @@ class Sharded(PlantedModel):
 
 
 def train(rank: int, kind: str, how: str, folder: str) -> Any:
-    """Train with a guard whose disk fails, and without a guard; return both and what was said."""
+    """Train with a guard whose disk fails, and without a guard; return models and warnings."""
     ranks = torch.distributed.get_world_size()
     ends, said = [], []
     for is_guarded in (True, False):
@@ -76,7 +76,7 @@ GATE = {("1", "in the way"), ("1", "full"), ("2", "full"), ("2-sharded", "in the
         for how in ("in the way", "full")
     ],
 )
-def test_run_whose_checkpoints_cannot_be_written_is_as_without_a_guard(
+def test_run_with_failing_checkpoints_equals_a_run_without_guard(
     tmp_path: Path, ranks: int, kind: str, how: str
 ) -> None:
     results = run_ranks(train, ranks, kind, how, str(tmp_path))
@@ -92,7 +92,7 @@ def test_run_whose_checkpoints_cannot_be_written_is_as_without_a_guard(
 
 
 class FillsUp(PlantedModel):
-    """Its disk is full from a step on, and its loss explodes later, on all ranks."""
+    """Fills the disk at a step; later, the loss explodes on all ranks."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == FULL:
@@ -117,9 +117,7 @@ def train_until_full(rank: int, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_rewind_on_a_disk_that_filled_up_goes_back_to_what_was_written_before(
-    tmp_path: Path, ranks: int
-) -> None:
+def test_rewind_on_a_full_disk_uses_an_earlier_checkpoint(tmp_path: Path, ranks: int) -> None:
     results = run_ranks(train_until_full, ranks, str(tmp_path))
     for said, events, values, last in results:
         assert events[0] == (SPIKE, "loss_spike")

@@ -1,4 +1,4 @@
-"""Moments equal float64 references, however the values are split, and histograms miss none."""
+"""Moments equal float64 references for any split of the values; histograms count all values."""
 
 import math
 from typing import get_args
@@ -68,7 +68,7 @@ def test_moments_do_not_depend_on_how_values_are_split() -> None:
     assert torch.equal(table, merged)
 
 
-def test_moments_leave_out_what_is_not_finite_and_count_it() -> None:
+def test_moments_exclude_and_count_non_finite_values() -> None:
     x = torch.tensor([1.0, math.nan, -3.0, math.inf, -math.inf, 2.0])
     row = tensor_moments(x, histogram=True)
     assert row[0] == 3
@@ -80,7 +80,7 @@ def test_moments_leave_out_what_is_not_finite_and_count_it() -> None:
     assert found["norm"] == pytest.approx(math.sqrt(14), rel=4 * EPS)
 
 
-def test_moments_of_nothing_are_no_numbers() -> None:
+def test_moments_of_an_empty_tensor_are_nan() -> None:
     row = tensor_moments(torch.zeros(0), histogram=True)
     found = reduced(row[None], REDUCTIONS)
     assert all(np.isnan(found[name]).all() for name in REDUCTIONS[:-1])
@@ -101,7 +101,7 @@ def test_histogram_counts_every_value_by_its_power_of_two() -> None:
     assert (counts[0], counts[-1]) == (1, 1)
 
 
-def test_moments_unscale_gradients_before_anything_else() -> None:
+def test_moments_unscale_gradients_first() -> None:
     gradient = torch.randn(100) * 2**16
     found = tensor_moments(gradient, unscale=torch.tensor(2.0**-16), histogram=True)
     torch.testing.assert_close(
@@ -109,7 +109,7 @@ def test_moments_unscale_gradients_before_anything_else() -> None:
     )
 
 
-def test_moments_of_a_sparse_gradient_are_those_of_its_values() -> None:
+def test_moments_of_a_sparse_gradient_use_its_values() -> None:
     values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     sparse = torch.sparse_coo_tensor([[1, 4]], values, (100, 2), check_invariants=True)
     assert torch.equal(tensor_moments(sparse), tensor_moments(torch.arange(1.0, 5.0)))

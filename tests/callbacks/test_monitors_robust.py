@@ -1,4 +1,4 @@
-"""All monitors together where a Trainer is set up in ways that are not the usual ones."""
+"""All monitors together in unusual set-ups of a Trainer."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def reset_compiler() -> Any:
 @pytest.mark.usefixtures("reset_compiler")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`")  # Lightning's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
-def test_monitors_of_a_module_compiled_as_a_whole_see_its_steps(tmp_path: Path) -> None:
+def test_monitors_observe_steps_of_a_module_compiled_as_a_whole(tmp_path: Path) -> None:
     class Rooted(Watched):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             x = batch.float()[:, None].expand(-1, 16) / 20
@@ -86,7 +86,7 @@ def test_error_of_a_monitor_does_not_hide_the_exception_that_ends_training(
 
 
 class Plain(Optimizer):
-    """Knows no option but a learning rate."""
+    """An optimizer with a learning rate as its only option."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-3})
@@ -117,7 +117,7 @@ OTHERS = [(name, action) for name in MAKERS for _, action in PAIRS if (name, act
     [*PAIRS, *(pytest.param(*each, marks=pytest.mark.sweep) for each in OTHERS)],
 )
 @pytest.mark.filterwarnings("ignore:`SpikeGuard.action='skip'.` reads one flag")
-def test_monitors_take_optimizers_without_betas(tmp_path: Path, name: str, action: Any) -> None:
+def test_monitors_accept_optimizers_without_betas(tmp_path: Path, name: str, action: Any) -> None:
     monitors = [each for each in all_monitors() if not isinstance(each, AdamStateMonitor)]
     monitors[3] = SpikeGuard(
         window_steps=8, judge_after_steps=4, action=action, rewind_steps=1, skip_batches=2
@@ -133,7 +133,7 @@ def test_monitors_take_optimizers_without_betas(tmp_path: Path, name: str, actio
 
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
 @pytest.mark.filterwarnings("ignore:Passed `AdamStateMonitor`, but no optimizer")
-def test_monitors_take_a_module_without_an_optimizer(tmp_path: Path) -> None:
+def test_monitors_accept_a_module_without_an_optimizer(tmp_path: Path) -> None:
     model = Watched(make_optimizer=lambda _: None, steps=20)  # type: ignore[arg-type,return-value]
     trainer = make_trainer(callbacks=all_monitors(), default_root_dir=tmp_path)
     trainer.fit(model)
@@ -175,7 +175,7 @@ def test_complex_weights_learn_in_fp16_as_in_fp32(tmp_path: Path, make_plugin: A
 
 
 @pytest.mark.parametrize("plugin", [None, BalancedAMP, PureFP16])
-def test_monitors_read_complex_weights(tmp_path: Path, plugin: Any) -> None:
+def test_monitors_accept_complex_weights(tmp_path: Path, plugin: Any) -> None:
     adam, collector = AdamStateMonitor(every_n_steps=1), TensorCollector(every_n_steps=5)
     monitors = [each for each in all_monitors() if not isinstance(each, AdamStateMonitor)]
     trainer = make_trainer(
@@ -187,7 +187,7 @@ def test_monitors_read_complex_weights(tmp_path: Path, plugin: Any) -> None:
 
 
 class Renamed(AdamW):
-    """Keeps Adam's states for all parameters, and betas under other names for some."""
+    """Has Adam's states for all parameters, but other names of betas for some groups."""
 
     def __init__(self, parameters: Any) -> None:
         first, *rest = parameters
@@ -202,7 +202,7 @@ class Renamed(AdamW):
         return loss
 
 
-def test_adam_monitor_leaves_out_groups_without_betas(tmp_path: Path) -> None:
+def test_adam_monitor_skips_groups_without_betas(tmp_path: Path) -> None:
     monitor = AdamStateMonitor(every_n_steps=1)
     trainer = make_trainer(callbacks=[monitor], default_root_dir=tmp_path, max_epochs=1)
     model = Watched(make_optimizer=Renamed, steps=5)

@@ -31,7 +31,7 @@ def _train(rank: int, kind: str) -> tuple[list[Any], list[Any]]:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.sweep)])
-def test_ranks_with_shards_measure_the_same_and_stay_silent(kind: str) -> None:
+def test_ranks_with_shards_measure_the_same_and_raise_no_alarm(kind: str) -> None:
     (curves, alarms), (other_curves, other_alarms) = run_ranks(_train, 2, kind)
     assert repr(curves) == repr(other_curves)
     assert set(alarms) | set(other_alarms) <= {"info"}

@@ -1,4 +1,4 @@
-"""What all monitors promise: no host sync, the same verdict on all ranks, any logger, YAML."""
+"""All monitors: no host sync, equal verdicts on all ranks, instantiation from YAML."""
 
 import sys
 import warnings
@@ -32,7 +32,7 @@ SYNCS = ("_local_scalar_dense", "is_nonzero", "item", "nonzero", "equal", "maske
 
 
 class CountSyncs(TorchDispatchMode):
-    """Counts the operations that a GPU would be waited for."""
+    """Counts the operations that would make the host wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_monitors_add_no_host_sync(make_plugin: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_counter_of_syncs_counts() -> None:
+def test_sync_counter_counts() -> None:
     class Reads(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             torch.ones(()).item()
@@ -112,7 +112,7 @@ def _train(rank: int) -> list[Any]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_ranks_see_and_say_the_same() -> None:
+def test_ranks_measure_the_same_and_raise_the_same_alarms() -> None:
     first, second = run_ranks(_train, 2)
     assert repr(first) == repr(second)
     assert first[0][0][:2] == (5, "loss_scale_floor")  # the loss of the second rank alone was inf
@@ -121,7 +121,7 @@ def test_ranks_see_and_say_the_same() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # LightningCLI's use of jsonargparse
 @pytest.mark.parametrize("name", [type(m).__name__ for m in monitors()])
-def test_monitors_are_made_from_yaml(name: str, tmp_path: Any, monkeypatch: Any) -> None:
+def test_monitors_are_instantiated_from_yaml(name: str, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-mp"])
     args = [
         "--seed_everything=0",

@@ -1,4 +1,4 @@
-"""`NonFiniteLocator` on failures that were planted in a known place."""
+"""`NonFiniteLocator` finds failures that are planted in a known place."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ FP16 = {
 
 
 @pytest.mark.parametrize("plugin", FP16.values(), ids=FP16)
-def test_locator_an_overflowing_dropout_is_named_with_the_layer_before_it(plugin: Any) -> None:
+def test_locator_names_an_overflowing_dropout_and_the_layer_before_it(plugin: Any) -> None:
     locator = locate(Model(change=overflow_at_three), plugin(), max_replays=1)
     (alarm,) = locator.alarms
     assert alarm.step == 3
@@ -49,7 +49,7 @@ def test_locator_an_overflowing_dropout_is_named_with_the_layer_before_it(plugin
 
 
 @pytest.mark.parametrize("name", ["balanced", "pure"])
-def test_locator_the_remedies_for_an_overflowing_dropout_keep_the_loss_finite(name: str) -> None:
+def test_locator_remedies_for_an_overflowing_dropout_keep_the_loss_finite(name: str) -> None:
     class Clamped(Model):
         def on_before_backward(self, loss: Tensor) -> None:
             losses.append(loss.item())
@@ -63,7 +63,7 @@ def test_locator_the_remedies_for_an_overflowing_dropout_keep_the_loss_finite(na
 
 
 class Makes(nn.Module):
-    """Gives an overflowing product in a wrapping of one's choice."""
+    """Returns an overflowing product in a given container."""
 
     def __init__(self, wrap: Any) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Makes(nn.Module):
 
 
 class Uses(nn.Module):
-    """Takes what `Makes` gives, and leaves its inf alone or not."""
+    """Unwraps the output of `Makes`."""
 
     def __init__(self, wrap: Any, unwrap: Any) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ WRAPPINGS = {
 
 
 @pytest.mark.parametrize(("wrap", "unwrap", "path"), WRAPPINGS.values(), ids=WRAPPINGS)
-def test_locator_inf_inside_an_output_is_found(wrap: Any, unwrap: Any, path: str) -> None:
+def test_locator_finds_inf_inside_an_output(wrap: Any, unwrap: Any, path: str) -> None:
     locator = locate(Model(lambda: Uses(wrap, unwrap)), max_replays=1)
     (alarm,) = locator.alarms
     assert (alarm.step, alarm.tensor) == (0, "body.makes")
@@ -123,7 +123,7 @@ def test_locator_inf_inside_an_output_is_found(wrap: Any, unwrap: Any, path: str
     assert "3.40282e+38" in alarm.message
 
 
-def test_locator_inf_in_complex_numbers_is_found_where_it_is_made() -> None:
+def test_locator_finds_inf_in_complex_numbers() -> None:
     class Spectral(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -144,7 +144,7 @@ def test_locator_inf_in_complex_numbers_is_found_where_it_is_made() -> None:
     assert (alarm.step, alarm.tensor) == (0, "body.makes")
 
 
-def test_locator_inf_that_only_the_loss_reads_from_a_dict_is_found() -> None:
+def test_locator_finds_inf_in_a_dict_that_only_the_loss_reads() -> None:
     class Reads(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             h = self.body.fc(batch["x"])
@@ -156,7 +156,7 @@ def test_locator_inf_that_only_the_loss_reads_from_a_dict_is_found() -> None:
     assert "['bad']" in alarm.message
 
 
-def test_locator_a_loss_that_is_bad_by_itself_names_the_root() -> None:
+def test_locator_names_the_root_for_a_non_finite_loss_of_finite_outputs() -> None:
     model = Model(loss_of=lambda out, y: (out - y).mean() / torch.zeros(()))
     (alarm,) = locate(model, max_replays=1).alarms
     assert alarm.tensor == "Model"
@@ -164,7 +164,7 @@ def test_locator_a_loss_that_is_bad_by_itself_names_the_root() -> None:
 
 
 @pytest.mark.slow
-def test_locator_inf_made_in_the_roots_own_forward_names_the_root() -> None:
+def test_locator_names_the_root_for_inf_in_its_own_forward() -> None:
     class Root(Model):
         def forward(self, x: Tensor) -> Tensor:
             return self.head(torch.exp(self.body(x).abs() + 100)).float().flatten()
@@ -178,7 +178,7 @@ def test_locator_inf_made_in_the_roots_own_forward_names_the_root() -> None:
         )
 
 
-def test_locator_inf_made_between_submodules_in_training_step_names_the_root() -> None:
+def test_locator_names_the_root_for_inf_between_submodules() -> None:
     class Between(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.head(torch.exp(self.body(batch["x"]).abs() + 100)).sum()
@@ -190,7 +190,7 @@ def test_locator_inf_made_between_submodules_in_training_step_names_the_root() -
     )
 
 
-def test_locator_a_module_that_passes_inf_on_is_not_named() -> None:
+def test_locator_does_not_name_a_module_that_receives_inf() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -217,7 +217,7 @@ def test_locator_a_module_that_passes_inf_on_is_not_named() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("plugin", [None, BalancedAMP])
-def test_locator_a_bad_value_in_the_batch_is_named_by_its_path(value: float, plugin: Any) -> None:
+def test_locator_names_the_path_of_a_bad_value_in_the_batch(value: float, plugin: Any) -> None:
     def spoil(x: Tensor) -> None:
         x[4 * 8 + 2, 3] = value
 
@@ -229,7 +229,7 @@ def test_locator_a_bad_value_in_the_batch_is_named_by_its_path(value: float, plu
     assert "nan_to_num" in alarm.remedy
 
 
-def test_locator_nan_in_the_batch_that_nobody_reads_is_not_blamed() -> None:
+def test_locator_ignores_nan_in_an_unused_part_of_the_batch() -> None:
     class Ignores(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             assert batch["nested"][0].isnan().any()
@@ -247,7 +247,7 @@ def test_locator_nan_in_the_batch_that_nobody_reads_is_not_blamed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plugin", [None, BalancedAMP, mixed])
-def test_locator_a_bad_parameter_is_named_as_bad_before_the_step(plugin: Any) -> None:
+def test_locator_names_a_parameter_that_was_non_finite_before_the_step(plugin: Any) -> None:
     def spoil(model: Any, index: int) -> None:
         if index == 2:
             with torch.no_grad():
@@ -258,7 +258,7 @@ def test_locator_a_bad_parameter_is_named_as_bad_before_the_step(plugin: Any) ->
     assert "held NaN before the step" in alarm.message
 
 
-def test_locator_a_bad_buffer_is_named_with_its_module() -> None:
+def test_locator_names_a_non_finite_buffer_and_its_module() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -274,14 +274,14 @@ def test_locator_a_bad_buffer_is_named_with_its_module() -> None:
 
 
 @pytest.mark.slow
-def test_locator_an_alarm_is_a_warning_once() -> None:
+def test_locator_warns_once() -> None:
     with pytest.warns(InstabilityWarning, match="rank 0: The loss is not finite. ") as caught:
         locate(Model(change=overflow_at_three), BalancedAMP(), max_replays=2)
     assert len([each for each in caught if each.category is InstabilityWarning]) == 1
 
 
 class Attention(nn.Module):
-    """Attends under a mask of 0 and -inf; `fully` masks a whole row, which softmax makes NaN."""
+    """Attends under a mask of 0 and -inf; with `fully`, a masked row makes softmax return NaN."""
 
     def __init__(self, fully: bool) -> None:
         super().__init__()
@@ -310,19 +310,19 @@ class Overflows(nn.Module):
         return h * 1e38 * 1e38 if self.really else h
 
 
-def test_locator_a_mask_of_minus_inf_is_not_blamed() -> None:
+def test_locator_does_not_name_a_mask_of_minus_inf() -> None:
     (alarm,) = locate(Model(lambda: Attention(False)), max_replays=1).alarms
     assert alarm.tensor == "body.out"
 
 
-def test_locator_attention_to_nothing_is_named_with_its_mask() -> None:
+def test_locator_names_attention_with_a_fully_masked_row_and_its_mask() -> None:
     (alarm,) = locate(Model(lambda: Attention(True)), max_replays=1).alarms
     assert alarm.tensor == "body.attend"
     assert "made NaN in the forward" in alarm.message
     assert "The -inf in its input `['mask']` is a mask." in alarm.message
 
 
-def test_locator_a_loss_of_inf_with_finite_gradients_is_reported_though_the_step_is_made() -> None:
+def test_locator_reports_an_infinite_loss_with_finite_gradients() -> None:
     def loss_of(out: Tensor, y: Tensor) -> Tensor:
         return (out - y).square().mean() + torch.inf
 

@@ -1,4 +1,4 @@
-"""Whether a replay is that of the step that failed, and what masks of -inf have to do with it."""
+"""`NonFiniteLocator`: exactness of replays, and masks of -inf."""
 
 from collections import UserDict
 from dataclasses import dataclass
@@ -30,19 +30,19 @@ class Body(nn.Sequential):
 
 
 class Pops(Model):
-    """Takes its targets out of the batch."""
+    """Removes its targets from the batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.mse_loss(self(batch["x"]), batch.pop("nested").pop())
 
 
-def test_locator_a_batch_that_the_step_empties_is_replayed_as_it_came() -> None:
+def test_locator_replays_the_original_batch_that_the_step_empties() -> None:
     (alarm,) = locate(Pops(lambda: Body(Bad())), max_replays=1).alarms
     assert alarm.tensor == "body.1"
     assert "not exact" not in alarm.message
 
 
-def test_locator_a_batch_that_is_changed_in_place_is_said_to_be_not_exact() -> None:
+def test_locator_says_that_a_batch_changed_in_place_is_not_exact() -> None:
     class Scales(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             batch["x"].mul_(0.5)
@@ -59,7 +59,7 @@ class Fields:
     x: list[Tensor]
 
 
-def test_copy_containers_copies_all_but_tensors() -> None:
+def test_copy_containers_copies_everything_except_tensors() -> None:
     x = torch.ones(2)
     batch = {"a": [x], "b": (x, {"c": x}), "d": Fields([x]), "e": UserDict(f=[x]), "g": "text"}
     copied = copy_containers(batch)
@@ -77,7 +77,7 @@ def test_copy_containers_copies_all_but_tensors() -> None:
 
 
 class Draws(nn.Module):
-    """NaN in some of its calls, as its own generator has it."""
+    """Returns NaN in some calls, which its own generator selects."""
 
     def __init__(self, generator: Any, draw: Any) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def own_draw(generator: torch.Generator) -> float:
     return float(torch.rand((), generator=generator))
 
 
-def test_locator_a_generator_of_a_module_draws_the_same_again() -> None:
+def test_locator_restores_the_generator_of_a_module() -> None:
     def body() -> Body:
         return Body(Draws(torch.Generator().manual_seed(0), own_draw))
 
@@ -106,7 +106,7 @@ def test_locator_a_generator_of_a_module_draws_the_same_again() -> None:
     assert torch.equal(after, generator.get_state())  # training goes on as without the replay
 
 
-def test_locator_state_out_of_sight_makes_the_replay_inexact() -> None:
+def test_locator_says_that_hidden_state_makes_the_replay_inexact() -> None:
     def body() -> Body:
         return Body(Draws([1.0, 1.0, 0.0, 1.0, 1.0], lambda hidden: hidden.pop(0)))
 
@@ -143,7 +143,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("softmax", [None, nn.Softmax(-1)], ids=["function", "module"])
 @pytest.mark.parametrize("last", [Bad(), None], ids=["module", "root"])
-def test_locator_masked_logits_are_not_blamed(softmax: Any, last: Any) -> None:
+def test_locator_does_not_name_masked_logits(softmax: Any, last: Any) -> None:
     def loss_of(out: Tensor, y: Tensor) -> Tensor:
         return (out - y).mean() * (1.0 if last else torch.nan)
 
@@ -153,7 +153,7 @@ def test_locator_masked_logits_are_not_blamed(softmax: Any, last: Any) -> None:
 
 
 @pytest.mark.parametrize("softmax", [None, nn.Softmax(-1)], ids=["function", "module"])
-def test_locator_masked_logits_are_not_blamed_for_what_the_backward_makes(softmax: Any) -> None:
+def test_locator_does_not_name_masked_logits_for_a_non_finite_backward(softmax: Any) -> None:
     class Root(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.sqrt(x * 0)
@@ -163,7 +163,7 @@ def test_locator_masked_logits_are_not_blamed_for_what_the_backward_makes(softma
     assert alarm.tensor == "body.2"
 
 
-def test_locator_a_row_that_is_masked_fully_is_named_with_its_softmax() -> None:
+def test_locator_names_the_softmax_of_a_fully_masked_row() -> None:
     model = Model(lambda: Body(Attention(nn.Softmax(-1), fully=True)))
     (alarm,) = locate(model, max_replays=1).alarms
     assert alarm.tensor == "body.1.softmax"
@@ -171,7 +171,7 @@ def test_locator_a_row_that_is_masked_fully_is_named_with_its_softmax() -> None:
 
 
 @pytest.mark.parametrize("after", [nn.Linear(WIDTH, WIDTH), None], ids=["layer", "loss"])
-def test_locator_a_logarithm_of_zero_is_blamed(after: Any) -> None:
+def test_locator_names_a_logarithm_of_zero(after: Any) -> None:
     class Log(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.log(x.clamp(min=0))
@@ -183,7 +183,7 @@ def test_locator_a_logarithm_of_zero_is_blamed(after: Any) -> None:
     assert alarm.tensor == "body.1"
 
 
-def test_locator_minus_inf_of_an_overflow_is_blamed() -> None:
+def test_locator_names_minus_inf_from_an_overflow() -> None:
     class Falls(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x * 0 - 300) * torch.linspace(1, 300, WIDTH).to(x.dtype)

@@ -1,4 +1,4 @@
-"""`NonFiniteLocator` where the forward is finite and gradients are not."""
+"""`NonFiniteLocator` with a finite forward and non-finite gradients."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.
 
 
 class Root(nn.Module):
-    """The root of 0, whose derivative is inf."""
+    """The square root of 0, whose derivative is inf."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sqrt(x * 0)
@@ -32,7 +32,7 @@ class Body(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plugin", [None, BalancedAMP, PureFP16, mixed])
-def test_locator_a_backward_that_makes_inf_names_its_module(plugin: Any) -> None:
+def test_locator_names_the_module_whose_backward_makes_inf(plugin: Any) -> None:
     options = {"check_gradients": True} if plugin is None else {"repeated": 1}
     (alarm,) = locate(Model(Body), plugin and plugin(), max_replays=1, **options).alarms
     assert (alarm.step, alarm.tensor) == (0, "body.root")
@@ -42,7 +42,7 @@ def test_locator_a_backward_that_makes_inf_names_its_module(plugin: Any) -> None
         assert "at a loss scale of 1." in alarm.message  # no scale is low enough
 
 
-def test_locator_a_module_beside_the_producer_with_the_same_input_is_not_named() -> None:
+def test_locator_does_not_name_a_module_that_shares_the_input_of_the_source() -> None:
     class Beside(Body):
         def forward(self, x: Tensor) -> Tensor:
             h = self.first(x)
@@ -52,7 +52,7 @@ def test_locator_a_module_beside_the_producer_with_the_same_input_is_not_named()
     assert alarm.tensor == "body.root"
 
 
-def test_locator_manual_optimization_is_replayed_at_the_scale_that_failed() -> None:
+def test_locator_replays_manual_optimization_at_the_failed_scale() -> None:
     model = Model(lambda: nn.Linear(8, WIDTH), automatic=False)
     plugin = BalancedAMP(loss_scale=LossScaleConfig(init_scale=2.0**24))
     (alarm,) = locate(model, plugin, data(1), repeated=1, max_replays=1).alarms
@@ -62,9 +62,7 @@ def test_locator_manual_optimization_is_replayed_at_the_scale_that_failed() -> N
 
 @pytest.mark.parametrize("action", ["warn", "stop"])
 @pytest.mark.parametrize("automatic", [True, False])
-def test_locator_finds_what_only_the_backward_makes_by_default(
-    automatic: bool, action: str
-) -> None:
+def test_locator_finds_non_finite_gradients_by_default(automatic: bool, action: str) -> None:
     model = Model(Body, automatic=automatic)
     locator = locate(model, loader=data(2), action=action)
     assert (locator.alarms[0].step, locator.alarms[0].tensor) == (0, "body.root")
@@ -72,7 +70,7 @@ def test_locator_finds_what_only_the_backward_makes_by_default(
     assert bool(model.weights[-1].isfinite().all()) == (action == "stop")
 
 
-def test_locator_told_not_to_look_at_gradients_names_the_weight_and_the_argument() -> None:
+def test_locator_without_check_gradients_names_the_weight_and_the_argument() -> None:
     locator = locate(Model(Body), loader=data(2), check_gradients=False)
     (alarm,) = locator.alarms
     assert (alarm.step, alarm.tensor) == (1, "body.first.weight")
@@ -81,7 +79,7 @@ def test_locator_told_not_to_look_at_gradients_names_the_weight_and_the_argument
 
 
 @pytest.mark.parametrize("large", [1.0, 1e25])
-def test_locator_finite_gradients_raise_no_alarm(large: float) -> None:
+def test_locator_raises_no_alarm_for_large_finite_gradients(large: float) -> None:
     def loss_of(out: Tensor, y: Tensor) -> Tensor:
         return (out - y).mean() * large  # 1e25 squared is no number of fp32
 
@@ -89,14 +87,14 @@ def test_locator_finite_gradients_raise_no_alarm(large: float) -> None:
     assert locator.replays == 0
 
 
-def test_locator_a_root_in_the_loss_is_named_as_the_loss_computation() -> None:
+def test_locator_names_the_loss_computation_for_a_square_root_of_zero() -> None:
     model = Model(loss_of=lambda out, y: torch.sqrt(out * 0).mean())
     (alarm,) = locate(model, check_gradients=True, max_replays=1).alarms
     assert alarm.tensor == "Model"
     assert "The loss computation in `training_step` of the root `Model`" in alarm.message
 
 
-def test_locator_a_weight_gradient_that_overflows_alone_names_its_module() -> None:
+def test_locator_names_the_module_of_an_overflowing_weight_gradient() -> None:
     class Sums(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -133,7 +131,7 @@ def test_locator_a_weight_gradient_that_overflows_alone_names_its_module() -> No
     ],
     ids=["balanced", "full", "pure"],
 )
-def test_locator_an_overflow_of_the_loss_scale_says_which_scale_fits(make: Any) -> None:
+def test_locator_names_a_loss_scale_that_fits(make: Any) -> None:
     def model() -> Model:
         return Model(lambda: nn.Linear(8, WIDTH))
 
@@ -152,7 +150,7 @@ def test_locator_an_overflow_of_the_loss_scale_says_which_scale_fits(make: Any) 
 
 
 @pytest.mark.slow
-def test_locator_a_module_whose_backward_overflows_at_the_scale_is_named() -> None:
+def test_locator_names_a_module_whose_backward_overflows_at_the_loss_scale() -> None:
     class Shrinks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * 2.0**-6 * 2.0**10 * 2.0**-4
@@ -168,7 +166,7 @@ def test_locator_a_module_whose_backward_overflows_at_the_scale_is_named() -> No
     assert "all gradients of this batch are finite" in alarm.message
 
 
-def test_locator_single_overflows_are_normal_life() -> None:
+def test_locator_ignores_single_overflows() -> None:
     config = LossScaleConfig(init_scale=2.0**17)  # falls until it fits
     plugin = BalancedAMP(loss_scale=config)
     locator = locate(Model(), plugin, data(8))
@@ -179,7 +177,7 @@ def test_locator_single_overflows_are_normal_life() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
-def test_locator_skips_of_a_grad_scaler_are_counted(fused: bool) -> None:
+def test_locator_counts_skips_of_a_grad_scaler(fused: bool) -> None:
     def adam(parameters: Any, lr: float) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=lr, fused=fused)
 

@@ -22,7 +22,7 @@ pytestmark = [
 
 
 class Spoils(nn.Module):
-    """Gives inf while `is_on`."""
+    """Returns inf while `is_on`."""
 
     is_on = False
 
@@ -31,7 +31,7 @@ class Spoils(nn.Module):
 
 
 class OnRank(Model):
-    """Has an inf in its body, on rank 1 and in batch 2; sends something in every step."""
+    """Has inf in its body on rank 1 in batch 2; every step communicates."""
 
     def __init__(self) -> None:
         super().__init__(lambda: nn.Sequential(Perceptron(), Spoils(), nn.BatchNorm1d(WIDTH)))
@@ -67,7 +67,7 @@ def _train(rank: int, plugin: str | None, with_locator: bool, accumulate: int) -
 
 
 def _count_reductions() -> list[int]:
-    """Count gradient buckets that DDP reduces, through the hook that it offers for them."""
+    """Count the gradient buckets that DDP reduces, through its communication hook."""
     counted: list[int] = []
     original = DistributedDataParallel.__init__
 
@@ -89,7 +89,7 @@ def _count_reductions() -> list[int]:
     ("plugin", "accumulate"),
     [(None, 1), pytest.param("balanced", 1, marks=pytest.mark.sweep), ("balanced", 2)],
 )
-def test_locator_ranks_replay_together_and_name_the_one_that_failed(
+def test_locator_replays_on_all_ranks_and_names_the_failed_rank(
     plugin: str | None, accumulate: int
 ) -> None:
     first, second = run_ranks(_train, 2, plugin, True, accumulate)

@@ -1,4 +1,4 @@
-"""`NonFiniteLocator` beside training: what it leaves alone, and the loops that it works in."""
+"""`NonFiniteLocator` does not disturb training and works in all loops."""
 
 import copy
 from pathlib import Path
@@ -31,7 +31,7 @@ def body() -> nn.Module:
 
 
 def infinite_at(*indices: int) -> Any:
-    """Return a loss that is inf in some batches, whatever the weights."""
+    """Return a loss that is inf in some batches, for any weights."""
 
     class Spoiled(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -49,7 +49,7 @@ def infinite_at(*indices: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize("plugin", ["balanced", "pure", "16-mixed"])
-def test_locator_training_after_a_failure_goes_on_bit_for_bit(plugin: str, automatic: bool) -> None:
+def test_locator_does_not_change_training_after_a_failure(plugin: str, automatic: bool) -> None:
     trained = []
     for callbacks in ([], [NonFiniteLocator()]):
         model = infinite_at(2, 4)(body, automatic=automatic)
@@ -67,7 +67,7 @@ def test_locator_training_after_a_failure_goes_on_bit_for_bit(plugin: str, autom
 
 
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
-def test_locator_healthy_training_runs_no_step_twice_and_gives_the_same(plugin: Any) -> None:
+def test_locator_does_not_change_healthy_training(plugin: Any) -> None:
     weights = []
     for callbacks in ([], [NonFiniteLocator()]):
         model = Model(body)
@@ -79,7 +79,7 @@ def test_locator_healthy_training_runs_no_step_twice_and_gives_the_same(plugin: 
 
 
 class _Syncs(TorchDispatchMode):
-    """Counts what makes a host wait for a device."""
+    """Counts the operations that make the host wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_locator_holds_no_batch_after_a_step() -> None:
 
 
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
-def test_locator_the_batch_that_failed_is_named_among_accumulated_ones(plugin: Any) -> None:
+def test_locator_names_the_failed_batch_among_accumulated_batches(plugin: Any) -> None:
     model = infinite_at(4)()
     locator = locate(model, plugin(), accumulate_grad_batches=3, max_replays=1)
     (alarm,) = locator.alarms
@@ -130,7 +130,7 @@ def test_locator_the_batch_that_failed_is_named_among_accumulated_ones(plugin: A
 
 
 @pytest.mark.slow
-def test_locator_an_overflow_among_accumulated_batches_is_searched_for_in_each() -> None:
+def test_locator_searches_every_accumulated_batch_for_an_overflow() -> None:
     class Roots(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             self.runs.append(batch_idx)
@@ -162,7 +162,7 @@ def test_locator_works_in_manual_optimization(plugin: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
-def test_locator_compiled_modules_go_by_their_own_names() -> None:
+def test_locator_names_compiled_modules_without_their_wrapper() -> None:
     class Compiled(Model):
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
@@ -193,7 +193,7 @@ def test_locator_compiled_modules_go_by_their_own_names() -> None:
     torch.compiler.reset()
 
 
-def test_locator_a_step_that_cannot_be_run_again_is_reported_as_such() -> None:
+def test_locator_reports_a_step_that_cannot_be_replayed() -> None:
     class Once(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx in self.runs:
@@ -204,7 +204,7 @@ def test_locator_a_step_that_cannot_be_run_again_is_reported_as_such() -> None:
     assert "The replay failed with ValueError: a generator." in alarm.message
 
 
-def test_locator_a_failure_that_does_not_happen_again_is_reported_as_such() -> None:
+def test_locator_reports_a_failure_that_does_not_recur() -> None:
     class Fleeting(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             is_first = batch_idx not in self.runs
@@ -215,7 +215,7 @@ def test_locator_a_failure_that_does_not_happen_again_is_reported_as_such() -> N
     assert "The replay of the step was finite." in alarm.message
 
 
-# --- what it does about it -----------------------------------------------------------------------
+# --- actions -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("automatic", [True, False])
@@ -268,7 +268,7 @@ def test_locator_logs_under_its_documented_name(tmp_path: Path) -> None:
     assert logged == {"3": pytest.approx(64576, rel=1e-2)}
 
 
-def test_locator_state_goes_into_a_checkpoint_and_back() -> None:
+def test_locator_state_is_restored_from_a_checkpoint() -> None:
     locator = locate(infinite_at(2)(), BalancedAMP())
     other = NonFiniteLocator()
     other.load_state_dict(copy.deepcopy(locator.state_dict()))
@@ -279,7 +279,7 @@ def test_locator_state_goes_into_a_checkpoint_and_back() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_locator_is_made_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locator_is_instantiated_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(
         "trainer:\n  callbacks:\n"
@@ -307,7 +307,7 @@ def test_locator_is_made_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         {"repeat_after_steps": 0},
     ],
 )
-def test_locator_wrong_arguments_are_refused_by_name(wrong: dict[str, Any]) -> None:
+def test_locator_error_names_the_wrong_argument(wrong: dict[str, Any]) -> None:
     (name, value), *_ = wrong.items()
     with pytest.raises(ValueError, match=rf"NonFiniteLocator\({name}={value!r}\)"):
         NonFiniteLocator(**wrong)

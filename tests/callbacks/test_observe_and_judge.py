@@ -1,4 +1,4 @@
-"""A monitor observes a step on the device, and judges it on the host with the facts of its step."""
+"""A monitor observes a step on the device and judges it on the host with the facts of the step."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Norms(InstabilityMonitor):
-    """Sends the norm of every second step's weights, in float64 digits."""
+    """Sends the norm of the weights of every second step, in float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Norms(InstabilityMonitor):
         return [Verdict("seen", float(sample.array[0, 0]), tensor=name, words=words)]
 
 
-def test_numbers_travel_unrounded_with_the_facts_of_their_step_and_come_back_as_alarms() -> None:
+def test_samples_arrive_unrounded_with_the_facts_of_their_step() -> None:
     monitor = Norms()
     watch(Watched(steps=7), [monitor, SpikeGuard(), AdamStateMonitor(every_n_steps=1)])
     assert [step for step, *_ in monitor.seen] == [0, 2, 4, 6]
@@ -51,7 +51,7 @@ def test_numbers_travel_unrounded_with_the_facts_of_their_step_and_come_back_as_
     assert [(a.step, a.kind, a.tensor) for a in monitor.alarms] == [(0, "seen", "network.0.weight")]
 
 
-def test_samples_that_come_late_are_judged_when_training_ends_or_fails(monkeypatch: Any) -> None:
+def test_pending_samples_are_judged_when_training_ends_or_fails(monkeypatch: Any) -> None:
     monkeypatch.setattr(AsyncReadback, "drain", AsyncReadback.ready)
     monkeypatch.setattr(AsyncReadback, "ready", lambda self: [])
 
@@ -68,7 +68,7 @@ def test_samples_that_come_late_are_judged_when_training_ends_or_fails(monkeypat
 
 @dataclass(eq=False)
 class Counts(Learning):
-    """Counts what it is given."""
+    """Counts its values."""
 
     by: int
     _count: int = field(default=0, init=False)
@@ -92,7 +92,7 @@ class TwoRules(InstabilityMonitor):
         return []
 
 
-def test_two_rules_of_a_class_keep_their_own_states() -> None:
+def test_two_rules_of_one_class_have_separate_states() -> None:
     before, after = TwoRules(), TwoRules()
     watch(Watched(steps=3), [before])
     state = before.state_dict()
@@ -101,7 +101,7 @@ def test_two_rules_of_a_class_keep_their_own_states() -> None:
     assert (after._fast._count, after._slow._count) == (30, 3)
 
 
-def test_state_of_rules_from_a_checkpoint_of_0_1_is_read() -> None:
+def test_rule_states_of_a_checkpoint_of_0_1_are_loaded() -> None:
     before, after = AdamStateMonitor(every_n_steps=1), AdamStateMonitor(every_n_steps=1)
     watch(Watched(steps=9), [before])
     state = before.state_dict()

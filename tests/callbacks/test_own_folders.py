@@ -1,4 +1,4 @@
-"""What `SpikeGuard(action="rewind")` removes: its own checkpoints, and nothing of anybody else."""
+"""`SpikeGuard(action="rewind")` removes its own checkpoints and no other files."""
 
 import os
 import re
@@ -23,7 +23,7 @@ OWN = re.compile(r"step=\d+\.ckpt(/[^/]+\.distcp)?")
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Return all that is in a folder, by path; `None` for folders."""
+    """Return the contents of all files in a folder, by path; `None` for folders."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
@@ -39,7 +39,7 @@ def fill(folder: Path, *names: str, marker: str | None = None) -> None:
 
 
 def fill_as_users_do(root: Path, log_folder: Path) -> None:
-    """Make folders whose names begin as those of the guard."""
+    """Make folders whose names begin like those of the guard."""
     fill(log_folder / "spike_guard-skip", "last.ckpt", "step=10.ckpt")
     fill(log_folder / "spike_guard-0123abcd", "step=10.ckpt")  # the exact name, without a marker
     # As an earlier version has left it, which did not sign.
@@ -51,7 +51,7 @@ def fill_as_users_do(root: Path, log_folder: Path) -> None:
     fill(root / "other_project" / "spike_guard-aaaaaaaa", "step=5.ckpt", marker=SIGNATURE)
 
 
-def test_folder_whose_marker_is_no_file_of_its_own_is_not_taken(tmp_path: Path) -> None:
+def test_folder_whose_marker_is_not_a_regular_file_is_not_taken(tmp_path: Path) -> None:
     fill(tmp_path / "real", "step=3.ckpt", marker=SIGNATURE)
     linked, piped = tmp_path / "spike_guard-bbbbbbbb", tmp_path / "spike_guard-cccccccc"
     for folder in (linked, piped):
@@ -67,7 +67,7 @@ def test_folder_whose_marker_is_no_file_of_its_own_is_not_taken(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("where", ["dirpath", "default_root_dir", "logger"])
-def test_rewind_leaves_the_folders_of_users_alone(tmp_path: Path, where: str) -> None:
+def test_rewind_keeps_folders_of_users(tmp_path: Path, where: str) -> None:
     folder = tmp_path / "runs"
     options: dict[str, Any] = {"default_root_dir": folder}
     if where == "logger":
@@ -80,7 +80,7 @@ def test_rewind_leaves_the_folders_of_users_alone(tmp_path: Path, where: str) ->
     assert {path: after.get(path) for path in before} == before
 
 
-def test_rewind_leaves_foreign_files_in_what_a_killed_run_has_left(tmp_path: Path) -> None:
+def test_rewind_keeps_foreign_files_in_the_folder_of_a_killed_run(tmp_path: Path) -> None:
     left = tmp_path / "marks" / "spike_guard-0123abcd"
     fill(left, "step=10.ckpt", "notes.txt", "last.ckpt", "plots/loss.png", marker=SIGNATURE)
     fill(left, "step=20.ckpt/.metadata", "step=20.ckpt/__0_0.distcp", "step=20.ckpt/mine.txt")
@@ -94,7 +94,7 @@ def test_rewind_leaves_foreign_files_in_what_a_killed_run_has_left(tmp_path: Pat
     assert set(tree(tmp_path / "data")) == {"step=1.ckpt", "x.distcp"}
 
 
-def test_rewind_removes_nothing_where_a_checkpoint_says_that_its_marks_were(
+def test_rewind_removes_nothing_at_the_paths_of_an_untrusted_checkpoint(
     tmp_path: Path,
 ) -> None:
     fill(tmp_path / "project", "step=3.ckpt", "train.py")
@@ -128,7 +128,7 @@ def test_rewind_signs_its_folder_and_removes_it_when_training_ends(tmp_path: Pat
     assert not list((tmp_path / "b" / "marks").rglob("*"))
 
 
-def test_signed_folder_is_taken_by_one_at_a_time(tmp_path: Path) -> None:
+def test_signed_folder_is_locked_by_one_process(tmp_path: Path) -> None:
     first = SignedFolder(tmp_path / "own", OWN)
     first.make()
     fill(first.path, "step=1.ckpt")
@@ -143,7 +143,7 @@ def test_signed_folder_is_taken_by_one_at_a_time(tmp_path: Path) -> None:
     assert not first.path.exists()
 
 
-def test_signed_folder_that_cannot_be_signed_is_none(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_signed_is_not_used(tmp_path: Path) -> None:
     folder = SignedFolder(tmp_path / "own", OWN)
     with full_disk(0), pytest.raises(OSError, match="too large"):
         folder.make()
@@ -154,7 +154,7 @@ def test_signed_folder_that_cannot_be_signed_is_none(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_signed_folder_is_made_again_where_it_has_vanished(tmp_path: Path) -> None:
+def test_signed_folder_is_recreated_if_it_was_deleted(tmp_path: Path) -> None:
     folder = SignedFolder(tmp_path / "own", OWN)
     folder.make()
     (folder.path / "in_use").unlink()
@@ -166,7 +166,7 @@ def test_signed_folder_is_made_again_where_it_has_vanished(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rewind_goes_on_in_the_signed_folder_of_the_run_that_it_resumes(tmp_path: Path) -> None:
+def test_rewind_reuses_the_signed_folder_of_the_resumed_run(tmp_path: Path) -> None:
     left = tmp_path / "version_0" / "spike_guard-0123abcd"
     fill(left, "step=3.ckpt", "step=9.ckpt", "mine.txt", marker=SIGNATURE)
     watch = guard(tmp_path)
@@ -184,7 +184,7 @@ def test_rewind_goes_on_in_the_signed_folder_of_the_run_that_it_resumes(tmp_path
     assert set(tree(left)) == {"in_use", "mine.txt"}
 
 
-def test_rewind_after_its_folder_has_vanished_goes_back(tmp_path: Path) -> None:
+def test_rewind_works_after_its_folder_was_deleted(tmp_path: Path) -> None:
     class Vanishes(PlantedModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 15 and self.global_step == 15:
@@ -202,7 +202,7 @@ def test_rewind_after_its_folder_has_vanished_goes_back(tmp_path: Path) -> None:
     assert not list((tmp_path / "marks").rglob("*"))
 
 
-def test_rewind_writes_what_torch_loads(tmp_path: Path) -> None:
+def test_rewind_writes_checkpoints_that_torch_loads(tmp_path: Path) -> None:
     loaded: list[dict[str, Any]] = []
 
     class Looks(PlantedModel):
@@ -216,7 +216,7 @@ def test_rewind_writes_what_torch_loads(tmp_path: Path) -> None:
     assert loaded[0]["global_step"] == 10
 
 
-def test_rewind_tries_once_a_period_to_write_a_checkpoint(tmp_path: Path) -> None:
+def test_rewind_tries_to_write_a_checkpoint_once_per_period(tmp_path: Path) -> None:
     watch, tried = guard(tmp_path), []
     watch._rewinder.store.write = lambda _, mark, __: tried.append(mark.step)  # type: ignore[assignment]
     fit(PlantedModel(), make_batches(35), watch, default_root_dir=tmp_path)

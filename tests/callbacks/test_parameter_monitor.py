@@ -1,4 +1,4 @@
-"""`ParameterMonitor` names what does not train, and says nothing of what does."""
+"""`ParameterMonitor` names parameters that do not train, and no others."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def kinds(monitor: ParameterMonitor) -> list[tuple[int, str, str | None]]:
     [{}, {"frozen": True}, {"apart": True}, {"every": 7}],
     ids=["plain", "frozen tower", "two optimizers", "tasks in turn"],
 )
-def test_nothing_is_said_of_what_trains(options: dict[str, Any]) -> None:
+def test_healthy_parameters_raise_no_alarm(options: dict[str, Any]) -> None:
     monitor = ParameterMonitor(every_n_steps=10)
     make_trainer(callbacks=monitor).fit(Model(**options))
     assert kinds(monitor) == []
@@ -72,7 +72,7 @@ def test_nothing_is_said_of_what_trains(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("plugin", [BalancedAMP, PureFP16, lambda: BalancedAMP(half="bf16")])
-def test_half_precision_trains_as_well(plugin: Any) -> None:
+def test_healthy_parameters_in_half_precision_raise_no_alarm(plugin: Any) -> None:
     monitor = ParameterMonitor(every_n_steps=10)
     make_trainer(plugin(), callbacks=monitor).fit(Model())
     assert kinds(monitor) == []
@@ -87,13 +87,13 @@ def test_branch_without_gradient_is_named_with_its_share() -> None:
     assert "2 of 4 parameters, 90% of the values" in alarm.message
 
 
-def test_share_at_the_limit_is_not_named() -> None:
+def test_share_at_the_limit_raises_no_alarm() -> None:
     monitor = ParameterMonitor(patience=20, every_n_steps=10, max_untrained=0.9)
     make_trainer(callbacks=monitor).fit(Model(every=1000))
     assert kinds(monitor) == []
 
 
-def test_what_it_knows_goes_into_checkpoints() -> None:
+def test_state_is_restored_from_a_checkpoint() -> None:
     monitor, other = ParameterMonitor(every_n_steps=10), ParameterMonitor(every_n_steps=10)
     make_trainer(callbacks=monitor).fit(Model())
     other.load_state_dict(monitor.state_dict())
@@ -115,7 +115,7 @@ def rule() -> ParameterRule:
     )
 
 
-def test_gradient_vanishes_against_that_of_the_largest_matrix() -> None:
+def test_vanishing_gradient_is_relative_to_the_largest_gradient() -> None:
     judge, said = rule(), []
     for step in range(6):
         said += judge.judge(step, [sample("first", gradient_norm=1e-12), sample("last")])
@@ -124,7 +124,7 @@ def test_gradient_vanishes_against_that_of_the_largest_matrix() -> None:
     ]
 
 
-def test_lora_that_starts_at_zero_has_not_vanished() -> None:
+def test_lora_that_starts_at_zero_raises_no_alarm() -> None:
     judge = rule()
     for step in range(200):
         up = sample("lora_B", weight_norm=1e-3 * step)
@@ -135,7 +135,7 @@ def test_lora_that_starts_at_zero_has_not_vanished() -> None:
 @pytest.mark.parametrize(
     ("norm", "kind"), [(0.05, "weight_collapse"), (500.0, "weight_growth"), (20.0, None)]
 )
-def test_size_of_weights_is_held_against_their_own(norm: float, kind: str | None) -> None:
+def test_size_of_weights_is_compared_with_their_earlier_size(norm: float, kind: str | None) -> None:
     judge = rule()
     judge.judge(0, [sample(weight_norm=10.0)])
     assert judge.judge(1, [sample(weight_norm=norm)]) == []

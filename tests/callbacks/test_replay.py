@@ -1,4 +1,4 @@
-"""`replay` runs a step again as it was, and leaves no trace."""
+"""`replay` repeats a step exactly and restores all state."""
 
 import random
 from typing import Any
@@ -21,7 +21,7 @@ def body() -> nn.Module:
 
 
 class Replays(Model):
-    """Replays every step at its optimizer step, and notes what comes out and what is left."""
+    """Replays every step before its optimizer step; records the result and the state after it."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(body, **kwargs)
@@ -91,7 +91,7 @@ PLUGINS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
-def test_replay_repeats_a_step_and_puts_everything_back(plugin: Any, automatic: bool) -> None:
+def test_replay_repeats_a_step_and_restores_all_state(plugin: Any, automatic: bool) -> None:
     model = Replays(automatic=automatic)
     fit(model, data(3), plugin())
     assert model.runs == [0, 0, 1, 1, 2, 2]
@@ -111,7 +111,7 @@ def test_replay_repeats_a_step_and_puts_everything_back(plugin: Any, automatic: 
 @pytest.mark.slow
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 @pytest.mark.parametrize("automatic", [True, False])
-def test_replay_training_goes_on_bit_for_bit(plugin: Any, automatic: bool) -> None:
+def test_training_after_a_replay_is_bitwise_equal(plugin: Any, automatic: bool) -> None:
     class Plain(Replays):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             torch.rand(3), random.random(), np.random.rand()
@@ -133,7 +133,7 @@ def test_replay_training_goes_on_bit_for_bit(plugin: Any, automatic: bool) -> No
 
 
 @pytest.mark.slow
-def test_replay_runs_at_the_scale_that_it_is_given() -> None:
+def test_replay_runs_at_the_given_loss_scale() -> None:
     class Scales(Replays):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             for scale in (1.0, 64.0):
@@ -146,7 +146,7 @@ def test_replay_runs_at_the_scale_that_it_is_given() -> None:
         assert more[name] == pytest.approx(64 * amax, rel=1e-2, abs=64 * 2**-24), name
 
 
-def test_replay_in_manual_optimization_ends_before_the_step_that_the_run_stands_at() -> None:
+def test_replay_in_manual_optimization_ends_before_the_current_step() -> None:
     reached: list[str] = []
 
     class Twice(Replays):
@@ -179,7 +179,7 @@ def test_replay_in_manual_optimization_ends_before_the_step_that_the_run_stands_
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_replay_does_not_step_parameters_that_step_in_gradient_hooks() -> None:
+def test_replay_does_not_run_optimizers_in_gradient_hooks() -> None:
     def step(parameter: Tensor) -> None:
         parameter.data.add_(1.0)
 
@@ -196,7 +196,7 @@ def test_replay_does_not_step_parameters_that_step_in_gradient_hooks() -> None:
 
 
 @pytest.mark.slow
-def test_replay_does_not_count_clamps_again() -> None:
+def test_replay_does_not_count_clamped_values_again() -> None:
     class Clamps(Replays):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             super().on_train_batch_start(batch, batch_idx)

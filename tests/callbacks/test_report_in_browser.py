@@ -1,4 +1,4 @@
-"""The page of a report, in a real browser: read by eye, by keyboard, on a phone and on a desk."""
+"""The page of a report in a real browser: layout, keyboard, phone and desktop widths."""
 
 import math
 import os
@@ -90,7 +90,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=WIDTHS)
 def page(request: pytest.FixtureRequest, browser: Any, address: str) -> Iterator[Any]:
-    """The page at a width; whatever goes wrong in it fails the test."""
+    """Open the page at a width; errors in the page fail the test."""
     wrong: list[str] = []
     context = browser.new_context(viewport={"width": WIDTHS[request.param], "height": 844})
     opened = context.new_page()
@@ -129,7 +129,7 @@ def test_labels_of_an_axis_differ(page: Any) -> None:
     assert [labels for labels in axes if len(set(labels)) < len(labels)] == []
 
 
-def test_names_of_rows_show_their_layer_in_full(page: Any) -> None:
+def test_row_names_show_their_layer(page: Any) -> None:
     page.get_by_role("button", name=f"Show all {2 * LAYERS} rows").click()
     rows = page.locator(".heat").first.locator(".names div")
     assert rows.count() == 2 * LAYERS
@@ -140,7 +140,7 @@ def test_names_of_rows_show_their_layer_in_full(page: Any) -> None:
         assert row.evaluate("each => each.scrollWidth - each.clientWidth") <= 0
 
 
-def test_pins_say_how_many_alarms_they_stand_for(page: Any) -> None:
+def test_pins_show_their_number_of_alarms(page: Any) -> None:
     chart = page.locator("#charts svg").first
     shown = [int(text) for text in chart.locator("a .count").all_text_contents()]
     assert sum(shown) + chart.locator("a").count() - len(shown) == len(ALARMS)
@@ -151,7 +151,7 @@ def test_pins_say_how_many_alarms_they_stand_for(page: Any) -> None:
         assert box["x"] + box["width"] <= right
 
 
-def test_time_lines_are_read_by_keyboard(page: Any) -> None:
+def test_time_lines_work_with_the_keyboard(page: Any) -> None:
     loss, norm = page.locator("#charts svg").all()[:2]
     for _ in range(40):  # Tab alone leads there
         page.keyboard.press("Tab")
@@ -172,7 +172,7 @@ def test_time_lines_are_read_by_keyboard(page: Any) -> None:
     assert page.locator("#charts svg .cross").first.get_attribute("visibility") == "visible"
 
 
-def test_heat_map_is_read_by_keyboard(page: Any) -> None:
+def test_heat_map_works_with_the_keyboard(page: Any) -> None:
     heat = page.locator(".heat canvas").first
     readout = page.locator(".readout").first
     heat.focus()
@@ -188,7 +188,7 @@ def test_heat_map_is_read_by_keyboard(page: Any) -> None:
     assert readout.inner_text().startswith("14.8% at step 380 in")
 
 
-def test_pins_lead_to_their_alarms_by_keyboard(page: Any) -> None:
+def test_pins_lead_to_their_alarms_with_the_keyboard(page: Any) -> None:
     pin = page.locator("#charts svg a").first
     assert pin.get_attribute("aria-label").startswith("3 alarms from step 100; the worst: ")
     pin.focus()

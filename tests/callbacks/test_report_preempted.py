@@ -1,4 +1,4 @@
-"""A run that a scheduler takes away says so on its page: it neither failed nor was interrupted."""
+"""The page of a preempted run says so, rather than that the run failed or was interrupted."""
 
 import json
 import os
@@ -51,9 +51,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_page_of_a_run_that_got_a_sigterm_says_that_it_was_preempted(
-    tmp_path: Path, how: str
-) -> None:
+def test_page_of_a_run_after_sigterm_says_preempted(tmp_path: Path, how: str) -> None:
     assert exit_code_of(_train, str(tmp_path), how) == ENDS[how]
     if how == "requeue":
         assert (tmp_path / "called").read_text() == "requeue 17\n"

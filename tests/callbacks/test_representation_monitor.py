@@ -1,4 +1,4 @@
-"""`RepresentationMonitor` measures what a float64 reference does, and names a collapse."""
+"""`RepresentationMonitor` equals a float64 reference and reports collapse."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.Instabil
 
 
 class Clip(pl.LightningModule):
-    """Two linear towers; keeps the features of its last step."""
+    """Two linear towers; stores the features of the last step."""
 
     def __init__(self, loss: nn.Module, count: int = 48) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Clip(pl.LightningModule):
     [ContrastiveLoss(), SigmoidContrastiveLoss(), MatryoshkaLoss(widths=[24, 8])],
     ids=["softmax", "sigmoid", "matryoshka"],
 )
-def test_numbers_are_those_of_a_float64_reference(loss: nn.Module, count: int) -> None:
+def test_measurements_equal_a_float64_reference(loss: nn.Module, count: int) -> None:
     monitor, model = RepresentationMonitor(every_n_steps=1), Clip(loss, count)
     make_trainer(callbacks=monitor).fit(model)
     image, text = model.features
@@ -74,7 +74,7 @@ def test_numbers_are_those_of_a_float64_reference(loss: nn.Module, count: int) -
     assert {name: curves[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_hooks_are_gone_after_each_step_and_validation_is_not_looked_at() -> None:
+def test_hooks_are_removed_after_each_step_and_validation_is_not_measured() -> None:
     monitor, model = RepresentationMonitor(every_n_steps=1), Clip(ContrastiveLoss())
     make_trainer(callbacks=monitor).fit(model)
     assert not model.loss._forward_pre_hooks
@@ -82,14 +82,14 @@ def test_hooks_are_gone_after_each_step_and_validation_is_not_looked_at() -> Non
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_features_in_half_are_measured_in_fp32(half: str) -> None:
+def test_half_precision_features_are_measured_in_fp32(half: str) -> None:
     monitor = RepresentationMonitor(every_n_steps=1)
     make_trainer(BalancedAMP(half=half), callbacks=monitor).fit(Clip(ContrastiveLoss()))
     (spread,) = {len(points) for n, points in monitor.history.curves.items() if "spread" in n}
     assert spread == 3
 
 
-def test_towers_in_micro_batches_are_seen_as_one_batch() -> None:
+def test_towers_in_micro_batches_are_measured_as_one_batch() -> None:
     monitor, model = RepresentationMonitor(every_n_steps=1), Clip(ContrastiveLoss())
     strategy = InfCLStrategy(towers=["image", "text"], micro_batch_size=8)
     make_trainer(strategy=strategy, callbacks=monitor).fit(model)
@@ -100,7 +100,7 @@ def test_towers_in_micro_batches_are_seen_as_one_batch() -> None:
     assert curve[-1][1] == pytest.approx(positive, abs=1e-5)
 
 
-def test_model_without_a_known_loss_is_told_to_name_its_towers() -> None:
+def test_model_without_a_known_loss_raises_a_warning() -> None:
     monitor = RepresentationMonitor()
     with pytest.warns(UserWarning, match="modules="):
         make_trainer(callbacks=monitor).fit(Clip(_Plain()))
@@ -130,22 +130,22 @@ def feed(spreads: list[float], ranks: list[float] | None = None) -> list[tuple[i
     ]
 
 
-def test_collapse_takes_two_samples() -> None:
+def test_collapse_needs_two_samples() -> None:
     assert feed([0.9, 0.8, 0.05, 0.7, 0.05, 0.04]) == [(5, "feature_collapse")]
 
 
-def test_untrained_cone_that_opens_is_no_collapse() -> None:
+def test_narrow_cone_at_the_start_is_no_collapse() -> None:
     assert feed([0.08, 0.08, 0.09, 0.2, 0.5, 0.9]) == []
     assert feed([0.08] * 21)[0] == (19, "feature_collapse")
 
 
-def test_rank_that_falls_is_named() -> None:
+def test_falling_rank_raises_an_alarm() -> None:
     assert feed([0.9] * 5, [20.0, 19.0, 10.0, 2.0, 1.5]) == [(4, "feature_rank")]
     assert feed([0.9] * 5, [4.0, 4.0, 3.0, 0.4, 0.4]) == []  # too few classes to fall
 
 
 def sketches(moves: dict[str, float], samples: int = 12) -> set[str]:
-    """Return the towers that are named, given by how many errors each moves in a sample."""
+    """Return the towers with an alarm, given the shift of each tower in standard errors."""
     rule, rng = RepresentationRule(0.1), torch.Generator().manual_seed(0)
     said = set()
     for step in range(samples):
@@ -155,7 +155,7 @@ def sketches(moves: dict[str, float], samples: int = 12) -> set[str]:
     return said
 
 
-def test_tower_that_stands_still_is_named_where_another_one_moves() -> None:
+def test_unchanged_tower_is_named_if_another_tower_changes() -> None:
     assert sketches({"image": 3.0, "text": 0.0}) == {"text"}
     assert sketches({"image": 3.0, "text": 1.0}) == set()
     assert sketches({"image": 0.0, "text": 0.0}) == set()  # as in a warm-up
@@ -163,7 +163,7 @@ def test_tower_that_stands_still_is_named_where_another_one_moves() -> None:
 
 
 class Locked(Clip):
-    """Trains its image tower alone.
+    """Trains only its image tower.
 
     Args:
         is_frozen: Whether the text tower is frozen on purpose, as in LiT; else it is detached.
@@ -190,7 +190,7 @@ class Locked(Clip):
 
 @pytest.mark.parametrize("modules", [None, ["image", "text"]], ids=["loss", "towers"])
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["detached", "frozen"])
-def test_tower_that_stands_still_is_named_unless_it_is_frozen(
+def test_unchanged_tower_is_named_unless_it_is_frozen(
     is_frozen: bool, modules: list[str] | None
 ) -> None:
     monitor = RepresentationMonitor(modules=modules, every_n_steps=1)

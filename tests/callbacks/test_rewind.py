@@ -54,7 +54,7 @@ def guard(tmp_path: Path, **options: Any) -> SpikeGuard:
 
 
 class Reseed(pl.Callback):
-    """Starts training from known random numbers."""
+    """Seeds the generators when training starts."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         torch.manual_seed(7)
@@ -140,7 +140,7 @@ def test_rewind_with_accumulation_starts_with_a_whole_step(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_rewind_logs_on_one_axis_and_says_where_it_went(tmp_path: Path) -> None:
+def test_rewind_logs_increasing_steps_and_reports_the_mark(tmp_path: Path) -> None:
     class Logged(PlantedModel):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -167,7 +167,7 @@ def test_rewind_logs_on_one_axis_and_says_where_it_went(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rewinds_end_after_max_rewinds_and_training_goes_on(tmp_path: Path) -> None:
+def test_training_continues_after_max_rewinds(tmp_path: Path) -> None:
     planted = dict.fromkeys((43, 70, 95), "explosion")
     model = PlantedModel(planted)
     watch = guard(tmp_path, max_rewinds=2, skip_batches=14)
@@ -182,7 +182,7 @@ def test_rewinds_end_after_max_rewinds_and_training_goes_on(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_rewind_takes_averaged_weights_back_too(tmp_path: Path) -> None:
+def test_rewind_restores_averaged_weights(tmp_path: Path) -> None:
     averages = weight_averaging()
 
     def train(batches: list[list[Tensor]], *callbacks: pl.Callback, **planted: Any) -> Any:
@@ -208,7 +208,7 @@ def test_rewind_from_nan_weights_recovers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rewind_resumed_in_between_goes_back_to_checkpoints_of_the_first_run(
+def test_resumed_run_rewinds_to_checkpoints_of_the_first_run(
     tmp_path: Path,
 ) -> None:
     class Interrupt(pl.Callback):
@@ -229,7 +229,7 @@ def test_rewind_resumed_in_between_goes_back_to_checkpoints_of_the_first_run(
 
 
 @pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
-def test_rewind_with_a_dataloader_iter_is_refused(tmp_path: Path) -> None:
+def test_rewind_with_a_dataloader_iter_raises_an_error(tmp_path: Path) -> None:
     class Fetches(PlantedModel):
         def training_step(self, dataloader_iter: Any) -> Tensor:
             return self.compute_loss(next(dataloader_iter)[0])

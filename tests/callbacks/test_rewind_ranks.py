@@ -24,7 +24,7 @@ SPIKE, SKIP, BACK_TO = 43, 30, 30
 
 
 class OneRankExplodes(PlantedModel):
-    """Its loss explodes on rank 1 only."""
+    """Has a loss that explodes on rank 1 only."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -32,7 +32,7 @@ class OneRankExplodes(PlantedModel):
 
 
 class LosesCheckpoint(OneRankExplodes):
-    """The checkpoint that is to be gone back to cannot be read at the spike."""
+    """Damages the checkpoint of the rewind at the spike."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == SPIKE and self.global_rank == 1:
@@ -65,7 +65,7 @@ def train(
 @pytest.mark.parametrize(
     ("make", "back_to"), [(OneRankExplodes, BACK_TO), (LosesCheckpoint, BACK_TO + 10)]
 )
-def test_ranks_rewind_together_when_one_of_them_explodes(
+def test_ranks_rewind_together_if_one_rank_has_a_spike(
     tmp_path: Path, make: type[PlantedModel], back_to: int
 ) -> None:
     results = run_ranks(train, 2, str(tmp_path), make)
@@ -95,7 +95,7 @@ def test_ranks_rewind_together_when_one_of_them_explodes(
 
 
 class Gathers(PlantedModel):
-    """Notes its whole weights when training ends."""
+    """Records its unsharded weights when training ends."""
 
     def on_train_end(self) -> None:
         root = self.trainer.strategy.model
@@ -124,7 +124,7 @@ def _setup(kind: str) -> tuple[Any, Any, list[Any]]:
 
 
 def train_kind(rank: int, kind: str, storage: str, folder: str) -> Any:
-    """Train with a spike and a guard, and without either on what is left; return both ends."""
+    """Train with a spike and a guard, and without both on the other batches; return both models."""
     warnings.simplefilter("ignore")
     ends, watch = [], None
     for is_planted in (True, False):

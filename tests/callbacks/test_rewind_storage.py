@@ -1,4 +1,4 @@
-"""Where checkpoints to rewind to are kept, what they cost, and what is done where they are lost."""
+"""Checkpoints of rewinds: storage, size, loss, and learning rates after a rewind."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class Loses(pl.Callback):
-    """Loses or spoils checkpoints right before the spike, those that `which` picks."""
+    """Deletes or damages the checkpoints that `which` selects, right before the spike."""
 
     def __init__(self, which: slice, how: str) -> None:
         self.which, self.how = which, how
@@ -55,9 +55,7 @@ LOST = {
 
 @pytest.mark.parametrize("how", [pytest.param("removed", marks=pytest.mark.sweep), "cut off"])
 @pytest.mark.parametrize("lost", LOST)
-def test_rewind_takes_another_checkpoint_where_one_is_lost(
-    tmp_path: Path, lost: str, how: str
-) -> None:
+def test_rewind_uses_another_checkpoint_if_one_is_lost(tmp_path: Path, lost: str, how: str) -> None:
     which, count, step = LOST[lost]
     watch, model = guard(tmp_path, rewind_steps=11), PlantedModel({SPIKE: "explosion"})
     fit(model, make_batches(90), watch, Loses(which, how), default_root_dir=tmp_path)
@@ -84,7 +82,7 @@ def train(tmp_path: Path, **options: Any) -> tuple[PlantedModel, SpikeGuard, Pat
     return model, watch, max(found, key=len)
 
 
-def test_rewind_from_memory_is_that_from_disk_and_writes_nothing(tmp_path: Path) -> None:
+def test_rewind_from_memory_equals_rewind_from_disk_and_writes_no_file(tmp_path: Path) -> None:
     on_disk, watch, files = train(tmp_path, rewind_storage="disk")
     assert len(files) == 2
     for storage in ("memory", "auto"):
@@ -96,7 +94,7 @@ def test_rewind_from_memory_is_that_from_disk_and_writes_nothing(tmp_path: Path)
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_rewind_twice_to_the_same_checkpoint_in_memory_finds_it_as_it_was(tmp_path: Path) -> None:
+def test_checkpoint_in_memory_is_unchanged_by_a_rewind(tmp_path: Path) -> None:
     def run(storage: str) -> PlantedModel:
         model = PlantedModel(dict.fromkeys((SPIKE, SPIKE + 20), "nan"), OPTIMIZERS["adam"])
         watch = guard(tmp_path, rewind_storage=storage, skip_batches=15, rewind_steps=5)
@@ -108,7 +106,7 @@ def test_rewind_twice_to_the_same_checkpoint_in_memory_finds_it_as_it_was(tmp_pa
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_rewind_auto_leaves_memory_when_adams_states_no_longer_fit(tmp_path: Path) -> None:
+def test_rewind_storage_auto_uses_the_disk_if_states_do_not_fit_in_memory(tmp_path: Path) -> None:
     weights = 4 * sum(p.numel() for p in PlantedModel().parameters())
     # Four checkpoints of the weights alone fit, not those with two states of their size.
     gb = 4 * 2 * weights / 1e9
@@ -118,7 +116,7 @@ def test_rewind_auto_leaves_memory_when_adams_states_no_longer_fit(tmp_path: Pat
 
 
 @pytest.mark.parametrize("storage", ["memory", "disk"])
-def test_rewind_states_its_cost_once(tmp_path: Path, storage: str, logged: list[str]) -> None:
+def test_rewind_logs_its_storage_once(tmp_path: Path, storage: str, logged: list[str]) -> None:
     train(tmp_path, rewind_storage=storage)
     (said,) = (text for text in logged if "keeps up to" in text)
     words = said.replace(",", "").split()
@@ -153,7 +151,7 @@ GATE = ("lambda", "one cycle", "sequence")
     ],
 )
 @pytest.mark.parametrize("storage", ["memory", pytest.param("disk", marks=pytest.mark.sweep)])
-def test_rewind_lowers_all_learning_rates_to_come(
+def test_rewind_lowers_all_later_learning_rates(
     tmp_path: Path, schedule: str | None, storage: str
 ) -> None:
     class Rates(pl.Callback):
@@ -191,7 +189,7 @@ def test_rewind_lowers_all_learning_rates_to_come(
 
 
 def mark_step(watch: SpikeGuard, index: int) -> int:
-    """Return the optimizer step that a rewind went back to: so many were undone before."""
+    """Return the optimizer step to which a rewind returned."""
     said = [alarm for alarm in watch.alarms if alarm.kind == "rewind_to_step"]
     before = sum(
         int(alarm.message.split("went back ")[1].split()[0]) for alarm in said[: index + 1]
@@ -221,7 +219,7 @@ def test_rewind_checkpoints_of_a_killed_run_are_removed_by_the_next(tmp_path: Pa
     assert not list((tmp_path / "marks").rglob("*"))
 
 
-def test_rewind_resumed_after_a_kill_goes_on_with_its_checkpoints_and_leaves_none(
+def test_resumed_run_uses_and_removes_the_checkpoints_of_the_killed_run(
     tmp_path: Path,
 ) -> None:
     assert exit_code_of(run_until_killed, str(tmp_path)) == -signal.SIGKILL
@@ -234,7 +232,7 @@ def test_rewind_resumed_after_a_kill_goes_on_with_its_checkpoints_and_leaves_non
     assert not list((tmp_path / "marks").rglob("*"))
 
 
-def test_rewind_leaves_the_checkpoints_of_a_living_run_alone(tmp_path: Path) -> None:
+def test_rewind_keeps_the_checkpoints_of_a_running_process(tmp_path: Path) -> None:
     class Beside(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == SPIKE - 1:

@@ -1,4 +1,4 @@
-"""Alarms that save the batch that they are about."""
+"""Alarms save the batches of their step."""
 
 import pickle
 import warnings
@@ -36,7 +36,7 @@ MONITORS: dict[str, Any] = {
 
 
 class Empties(PlantedModel):
-    """Takes its batch apart."""
+    """Removes items from its batch."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -71,7 +71,7 @@ def test_alarm_saves_the_batches_of_its_step_in_the_folder_of_the_run(
     assert Path(monitor.alarms[0].batch_path or "").parent == tmp_path / "run" / "bad_batches"
 
 
-def test_alarm_of_a_monitor_beside_the_one_that_was_asked_saves_its_batch_too(
+def test_save_batch_applies_to_alarms_of_all_monitors(
     tmp_path: Path,
 ) -> None:
     monitor, batches = ActivationRangeMonitor(every_n_steps=1), make_batches(44)
@@ -84,14 +84,14 @@ def test_alarm_of_a_monitor_beside_the_one_that_was_asked_saves_its_batch_too(
 
 
 @pytest.mark.parametrize("make", MONITORS.values(), ids=MONITORS)
-def test_alarm_saves_no_batch_without_being_asked(tmp_path: Path, make: Any) -> None:
+def test_alarm_saves_no_batch_by_default(tmp_path: Path, make: Any) -> None:
     monitor = make()
     fit(PlantedModel({BAD: "nan"}), make_batches(44), monitor, default_root_dir=tmp_path)
     assert monitor.alarms[0].batch_path is None
     assert not list(tmp_path.rglob("*.pt"))
 
 
-def test_batch_that_cannot_be_saved_ends_nothing(tmp_path: Path) -> None:
+def test_batch_that_cannot_be_saved_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "bad_batches").write_text("in the way")
     monitor, model = MONITORS["guard"](save_batch=True), PlantedModel({BAD: "nan"})
     with pytest.warns(UserWarning, match="could not be saved in .*: FileExistsError: File exists"):
@@ -103,7 +103,7 @@ def test_batch_that_cannot_be_saved_ends_nothing(tmp_path: Path) -> None:
     assert monitor.alarms
 
 
-def test_batches_on_a_full_disk_are_named_by_no_alarm_and_told_of_once(tmp_path: Path) -> None:
+def test_full_disk_warns_once_and_alarms_name_no_batch(tmp_path: Path) -> None:
     class Full(PlantedModel):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             if batch_idx == BAD:
@@ -128,7 +128,7 @@ def test_batches_on_a_full_disk_are_named_by_no_alarm_and_told_of_once(tmp_path:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_batch_of_another_run_in_the_folder_stays(tmp_path: Path) -> None:
+def test_batch_of_another_run_is_kept(tmp_path: Path) -> None:
     paths = []
     for seed in (0, 1):
         monitor = MONITORS["guard"](save_batch=True)
@@ -181,7 +181,7 @@ def train_on_a_bad_disk(rank: int, folder: str) -> Any:
 
 
 @pytest.mark.distributed
-def test_batch_that_another_rank_could_not_save_is_named_by_none(tmp_path: Path) -> None:
+def test_no_rank_names_a_batch_that_could_not_be_saved(tmp_path: Path) -> None:
     first, second = run_ranks(train_on_a_bad_disk, 2, str(tmp_path))
     assert first == second
     assert first[0] == ("non_finite_loss", 1, None)
@@ -189,7 +189,7 @@ def test_batch_that_another_rank_could_not_save_is_named_by_none(tmp_path: Path)
 
 
 class Alone(InstabilityMonitor):
-    """Raises alarms on rank zero alone, about the batches of the other."""
+    """Raises alarms only on rank zero, about batches of the other rank."""
 
     save_batch = True
 
@@ -209,7 +209,7 @@ def train_alone(rank: int, folder: str) -> Any:
 
 
 @pytest.mark.distributed
-def test_alarm_of_one_rank_alone_does_not_wait_for_good(
+def test_alarm_of_a_single_rank_does_not_deadlock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first, steps), (second, others) = run_ranks(train_alone, 2, str(tmp_path))

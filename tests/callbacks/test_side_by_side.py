@@ -1,4 +1,4 @@
-"""Two monitors of one class: states, files and pages stay apart, and one step is acted on once."""
+"""Two monitors of one class have separate states, files and pages, and only one acts on a step."""
 
 import functools
 import inspect
@@ -36,7 +36,7 @@ SPIKE = 30
 SHORT: dict[str, Any] = {"window_steps": 16, "judge_after_steps": 8}
 
 
-def test_state_key_is_made_of_what_is_not_at_its_default() -> None:
+def test_state_key_contains_arguments_that_differ_from_their_defaults() -> None:
     assert SpikeGuard().state_key == SpikeGuard(action="warn").state_key == "SpikeGuard"
     assert TensorCollector(include=["*"], collect=["gradients"]).state_key == "TensorCollector"
     strict = SpikeGuard(z_threshold=4, action="skip")
@@ -93,7 +93,7 @@ OTHERS: dict[type[InstabilityMonitor], dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", OTHERS, ids=lambda kind: kind.__name__)
-def test_every_argument_makes_another_key(kind: type[InstabilityMonitor]) -> None:
+def test_every_argument_changes_the_key(kind: type[InstabilityMonitor]) -> None:
     others = OTHERS[kind]
     assert set(others) == set(inspect.signature(kind).parameters)
     monitors = [kind(), *(kind(**{name: value}) for name, value in others.items())]
@@ -104,11 +104,11 @@ def test_every_argument_makes_another_key(kind: type[InstabilityMonitor]) -> Non
 
 
 def _tell(url: str, alarm: Alarm) -> None:
-    """Tell somebody."""
+    """An alert."""
 
 
 def alerts() -> list[Any]:
-    """Return what may be told of alarms: all are different, and some look alike."""
+    """Return different receivers of alarms, some of which look alike."""
     told: list[list[Alarm]] = [[], []]
     urls = [f"https://hooks.example/{token}" for token in ("T0KEN", "OTHER")]
     partials = [functools.partial(_tell, url) for url in urls]
@@ -116,7 +116,7 @@ def alerts() -> list[Any]:
     return [*urls, *partials, *lambdas, *(each.append for each in told), print, None]
 
 
-def test_reports_with_different_alerts_stand_side_by_side_and_resume(tmp_path: Path) -> None:
+def test_reports_with_different_alerts_have_separate_states(tmp_path: Path) -> None:
     def run(**options: Any) -> tuple[list[str], list[int]]:
         reports = [InstabilityReport(dirpath=str(tmp_path / "a"), alert=each) for each in alerts()]
         trainer = watch(Watched(steps=3), reports, **options)
@@ -133,14 +133,14 @@ def test_reports_with_different_alerts_stand_side_by_side_and_resume(tmp_path: P
 
 
 class ByPlace(InstabilityMonitor):
-    """Keeps none of its arguments under their names."""
+    """Has no attributes with the names of its arguments."""
 
     def __init__(self, limit: float = 3.0, *names: str, **rest: Any) -> None:
         super().__init__()
         self.given = (limit, names, rest)
 
 
-def test_monitor_of_ones_own_has_all_its_arguments_in_its_key() -> None:
+def test_key_of_a_users_monitor_depends_on_all_arguments() -> None:
     made = [ByPlace(), ByPlace(4.0), ByPlace(4.0, "a"), ByPlace(4.0, "a", most=1), ByPlace(most=1)]
     keys = [monitor.state_key for monitor in [*made, ByPlace(torch.zeros(3))]]  # type: ignore[arg-type]
     assert len(set(keys)) == 6
@@ -154,14 +154,14 @@ def test_monitor_of_ones_own_has_all_its_arguments_in_its_key() -> None:
 
 
 class Posts(InstabilityMonitor):
-    """Keeps a URL as an attribute."""
+    """Stores a URL in an attribute."""
 
     def __init__(self, *, url: str = "", limit: float = 1.0) -> None:
         super().__init__()
         self.url, self.limit = url, limit
 
 
-def test_key_shows_no_url_of_a_monitor_of_ones_own() -> None:
+def test_key_of_a_users_monitor_shows_no_url() -> None:
     made = [Posts(url=f"https://hooks.example/{token}", limit=2.0) for token in ("T0KEN", "OTHER")]
     keys = [monitor.state_key for monitor in made]
     assert keys[0] != keys[1]
@@ -185,9 +185,7 @@ OLDER: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["guard"], ["report"], ["plain"], ["guard", "plain", "report"]])
-def test_checkpoint_of_an_earlier_version_is_found_by_its_key(
-    tmp_path: Path, names: list[str]
-) -> None:
+def test_state_of_an_earlier_version_is_found_by_its_key(tmp_path: Path, names: list[str]) -> None:
     path = tmp_path / "last.ckpt"
     options = {"default_root_dir": tmp_path, "max_epochs": 1}
     saved = [OLDER[name][0]() for name in names]
@@ -206,7 +204,7 @@ def test_checkpoint_of_an_earlier_version_is_found_by_its_key(
 
 
 @pytest.mark.slow
-def test_guards_with_different_arguments_resume_each_from_its_own_state(tmp_path: Path) -> None:
+def test_guards_with_different_arguments_resume_from_their_own_states(tmp_path: Path) -> None:
     def guards() -> list[SpikeGuard]:
         return [SpikeGuard(**SHORT), SpikeGuard(window_steps=24, judge_after_steps=8)]
 
@@ -227,7 +225,7 @@ def test_guards_with_different_arguments_resume_each_from_its_own_state(tmp_path
 
 
 @pytest.mark.slow
-def test_guard_with_another_argument_goes_on_from_the_state_of_before(tmp_path: Path) -> None:
+def test_guard_with_a_changed_argument_resumes_from_its_state(tmp_path: Path) -> None:
     trainer = fit(PlantedModel({SPIKE: "spike"}), make_batches(40), SpikeGuard(**SHORT))
     trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
     options = {"max_epochs": 1, "ckpt_path": tmp_path / "last.ckpt"}
@@ -247,7 +245,7 @@ def test_guard_with_another_argument_goes_on_from_the_state_of_before(tmp_path: 
     assert [kinds(guard) for guard in pair] == [[], []]
 
 
-def test_guards_that_are_equal_are_refused() -> None:
+def test_equal_acting_guards_raise_an_error() -> None:
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `SpikeGuard`"):
         fit(PlantedModel(), make_batches(1), SpikeGuard(), SpikeGuard())
 
@@ -255,14 +253,14 @@ def test_guards_that_are_equal_are_refused() -> None:
 @pytest.mark.parametrize(
     "actions", [("skip", "warn"), ("skip", "rewind"), ("rewind", "stop"), ("warn", "skip", "stop")]
 )
-def test_guards_of_which_not_the_last_acts_are_refused(actions: tuple[Any, ...]) -> None:
+def test_acting_guard_before_another_guard_raises_an_error(actions: tuple[Any, ...]) -> None:
     passed = r", ".join(rf"SpikeGuard\(action='{action}'\)" for action in actions)
     with pytest.raises(MisconfigurationException, match=passed + r".*Pass `action='warn'`"):
         fit(PlantedModel(), make_batches(1), *[SpikeGuard(action=action) for action in actions])
 
 
 @pytest.mark.slow
-def test_guard_that_skips_after_one_that_warns_skips_what_both_report() -> None:
+def test_guard_that_skips_may_follow_a_guard_that_warns() -> None:
     pair = [SpikeGuard(**SHORT), SpikeGuard(**SHORT, action="skip")]
     recorder = StepRecorder()
     fit(PlantedModel({SPIKE: "spike"}), make_batches(SPIKE + 5), *pair, recorder)
@@ -271,7 +269,7 @@ def test_guard_that_skips_after_one_that_warns_skips_what_both_report() -> None:
 
 
 @pytest.mark.parametrize("name", ["second.html", "instability.html"])
-def test_reports_write_what_each_recorded_to_files_of_their_own(tmp_path: Path, name: str) -> None:
+def test_reports_write_to_separate_files(tmp_path: Path, name: str) -> None:
     reports = [
         InstabilityReport(dirpath=str(tmp_path)),
         InstabilityReport(dirpath=str(tmp_path), filename=name, max_tensors=3),

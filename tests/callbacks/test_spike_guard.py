@@ -1,4 +1,4 @@
-"""`SpikeGuard` reports, skips or stops at spikes of the loss and of the gradient norm."""
+"""`SpikeGuard` reports and skips spikes of the loss and of the gradient norm."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +44,7 @@ SETUPS: dict[str, tuple[Callable[[], Any] | None, str, bool]] = {
 
 
 def quick(**options: Any) -> SpikeGuard:
-    """Return a guard that judges early."""
+    """Return a guard with a short window."""
     return SpikeGuard(**({"window_steps": 32, "judge_after_steps": 16} | options))
 
 
@@ -149,7 +149,7 @@ def _threes(batches: list[list[Tensor]]) -> list[list[list[Tensor]]]:
 
 
 @pytest.mark.slow
-def test_run_of_spikes_is_one_event_and_then_a_new_level(tmp_path: Path) -> None:
+def test_consecutive_spikes_are_one_event_and_then_a_new_level(tmp_path: Path) -> None:
     guard, recorder = quick(action="skip", patience=5), StepRecorder()
     planted = dict.fromkeys(range(40, 70), "explosion")
     fit(
@@ -164,14 +164,14 @@ def test_run_of_spikes_is_one_event_and_then_a_new_level(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_nan_that_stays_is_one_event_and_a_verdict(tmp_path: Path) -> None:
+def test_lasting_nan_is_one_event_and_one_alarm_about_the_run(tmp_path: Path) -> None:
     guard = quick(patience=5)
     fit(PlantedModel({40: "nan"}), make_batches(60), guard, default_root_dir=tmp_path)
     assert kinds(guard) == [(40, "non_finite_loss"), (44, "non_finite_run")]
 
 
 @pytest.mark.slow
-def test_overflow_under_a_loss_scale_is_noted_not_warned_of(tmp_path: Path) -> None:
+def test_overflow_under_a_loss_scale_is_a_note(tmp_path: Path) -> None:
     guard = quick()
     plugin = BalancedAMP(half="fp16", loss_scale="dynamic", device="cpu")
     fit(
@@ -186,7 +186,7 @@ def test_overflow_under_a_loss_scale_is_noted_not_warned_of(tmp_path: Path) -> N
 
 
 @pytest.mark.sweep
-def test_healthy_training_of_2000_steps_raises_nothing(tmp_path: Path) -> None:
+def test_healthy_training_of_2000_steps_raises_no_alarm(tmp_path: Path) -> None:
     guard = SpikeGuard()
     model = PlantedModel(None, OPTIMIZERS["fused adamw"], warm_up)
     fit(model, make_batches(2000, size=8), guard, default_root_dir=tmp_path)
@@ -195,7 +195,7 @@ def test_healthy_training_of_2000_steps_raises_nothing(tmp_path: Path) -> None:
 
 
 class TwoPlayers(pl.LightningModule):
-    """Two optimizers stepped by hand; the second one's loss explodes once."""
+    """Steps two optimizers manually; the loss of the second explodes once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`SpikeGuard` where it ends a run: before the step that would do harm."""
+"""`SpikeGuard` ends a run before the bad step."""
 
 import pickle
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ KIND_OF = {
 
 
 class Before(pl.Callback):
-    """Keeps what a step may move, from before the bad one."""
+    """Stores the state before the bad step."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.fit_loop.epoch_loop._batches_that_stepped == BAD:
@@ -80,7 +80,7 @@ OTHER_SETUPS = [
         *(pytest.param("raise", *case, marks=pytest.mark.sweep) for case in OTHER_SETUPS),
     ],
 )
-def test_training_ends_before_the_step_so_that_nothing_has_moved(
+def test_training_ends_before_the_bad_step_changes_anything(
     tmp_path: Path, action: str, setup: str, planted: str
 ) -> None:
     guard, model, before = end(tmp_path, action, planted, setup)
@@ -111,7 +111,7 @@ def test_default_checkpoint_holds_no_nan_and_a_resumed_run_ends_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["stop", "raise"])
-def test_overflow_under_a_loss_scale_ends_nothing(tmp_path: Path, action: Any) -> None:
+def test_overflow_under_a_loss_scale_does_not_end_training(tmp_path: Path, action: Any) -> None:
     guard = quick(action=action)
     plugin = BalancedAMP(half="fp16", loss_scale="dynamic", device="cpu")
     model = PlantedModel({BAD: "nan gradient"})
@@ -120,7 +120,7 @@ def test_overflow_under_a_loss_scale_ends_nothing(tmp_path: Path, action: Any) -
     assert model.seen[-1] == 44
 
 
-def test_stop_in_manual_optimization_holds_the_optimizers_that_come_later(tmp_path: Path) -> None:
+def test_stop_in_manual_optimization_skips_later_optimizers(tmp_path: Path) -> None:
 
     after: dict[str, Any] = {}
 
@@ -136,6 +136,6 @@ def test_stop_in_manual_optimization_holds_the_optimizers_that_come_later(tmp_pa
     assert after["moved"] == [True, True, False, False]  # the second exploded
 
 
-def test_stop_says_that_the_step_is_not_made(tmp_path: Path) -> None:
+def test_alarm_says_that_training_stops_before_the_step(tmp_path: Path) -> None:
     with pytest.warns(InstabilityWarning, match="Training stops before this step"):
         end(tmp_path, "stop", "explosion")

@@ -1,4 +1,4 @@
-"""Arguments of `SpikeGuard`, its host syncs and its advice."""
+"""Arguments, host syncs and remedies of `SpikeGuard`."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ SYNCS = ("_local_scalar_dense", "is_nonzero", "nonzero", "item", "equal", "maske
 
 
 class CountSyncs(TorchDispatchMode):
-    """Counts operators that make the host wait for a device."""
+    """Counts the operations that make the host wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_guard_adds_no_host_sync_to_a_step(tmp_path: Path, action: Any) -> None:
     assert len(guard.history.curves["loss_z"]) == 41 - 16
 
 
-def test_guard_with_an_optimizer_that_cannot_skip_syncs_once_a_step_and_says_so(
+def test_guard_warns_about_one_host_sync_per_step_for_an_optimizer_that_cannot_skip(
     tmp_path: Path,
 ) -> None:
     model = PlantedModel(None, lambda p: AdamW(p, lr=1e-3))
@@ -83,7 +83,7 @@ def test_guard_with_an_optimizer_that_cannot_skip_syncs_once_a_step_and_says_so(
         ({"checkpoint_every_n_steps": 0}, "`checkpoint_every_n_steps` must be an integer"),
     ],
 )
-def test_wrong_argument_is_refused_with_what_is_accepted(
+def test_error_of_a_wrong_argument_says_what_is_accepted(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -91,7 +91,7 @@ def test_wrong_argument_is_refused_with_what_is_accepted(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, on Lightning
-def test_guard_is_made_from_a_configuration(
+def test_guard_is_instantiated_from_a_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["lightning-mp"])
@@ -136,13 +136,13 @@ def fused_adamw(parameters: Any) -> AdamW:
 
 
 def rises_and_falls(optimizer: Optimizer) -> Any:
-    """A warm-up far from its end, until the rate falls to 1/125 of what it was."""
+    """A long warm-up, until the learning rate falls by a factor of 125."""
     return LambdaLR(optimizer, lambda step: (step + 1) / 400 if step < 50 else 0.001)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
-def test_a_lower_rate_is_advised_but_where_the_schedule_is_ending(tmp_path: Path) -> None:
+def test_lower_rate_is_recommended_unless_the_schedule_is_ending(tmp_path: Path) -> None:
     def make() -> tuple[SpikeGuard, PlantedModel]:
         model = PlantedModel(
             dict.fromkeys((30, 90), "explosion"), lambda p: SGD(p, lr=1e-3), rises_and_falls

@@ -1,4 +1,4 @@
-"""The robust window of `SpikeGuard` against a reference in NumPy."""
+"""The robust window of `SpikeGuard` equals a reference in NumPy."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def judge_all(window: RobustWindow, values_tk: torch.Tensor) -> SignalVerdict:
 
 
 def draw(seed: int, steps: int = 400) -> torch.Tensor:
-    """Return a loss, a norm, and a loss that is negative now and then, with spikes and NaN."""
+    """Return a loss, a norm, and a loss that is sometimes negative, with spikes and NaN."""
     rng = np.random.default_rng(seed)
     values = np.stack(
         [
@@ -55,7 +55,7 @@ def test_window_on_spikes_and_nan_follows_the_float64_rule(
 
 
 @pytest.mark.sweep
-def test_healthy_streams_of_2000_steps_raise_nothing() -> None:
+def test_healthy_streams_of_2000_steps_raise_no_alarm() -> None:
     """Noise of many kinds, steep starts and warm-ups; 4 streams of each."""
     rng = np.random.default_rng(3)
     steps = np.arange(2000)[:, None]
@@ -84,7 +84,7 @@ def test_healthy_streams_of_2000_steps_raise_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.01, 0.1, 0.2])
-def test_spike_of_ten_times_is_caught_and_a_tenth_is_not(noise: float) -> None:
+def test_tenfold_value_is_a_spike_and_a_tenth_is_not(noise: float) -> None:
     rng = np.random.default_rng(1)
     values = np.exp(noise * rng.standard_normal((200, 64)))
     values[150] *= 10
@@ -96,7 +96,7 @@ def test_spike_of_ten_times_is_caught_and_a_tenth_is_not(noise: float) -> None:
 
 
 @pytest.mark.slow
-def test_new_level_is_refused_for_patience_steps_then_accepted() -> None:
+def test_new_level_is_accepted_after_patience_steps() -> None:
     values = torch.ones(300, 1)
     values[100:] = 10.0
     values[250] = 200.0
@@ -108,7 +108,7 @@ def test_new_level_is_refused_for_patience_steps_then_accepted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", [160, 170], ids=["while it spikes", "behind a new level"])
-def test_window_loaded_from_its_state_goes_on_alike(saved: int) -> None:
+def test_window_continues_identically_from_its_state(saved: int) -> None:
     values = draw(seed=5)
     values[150:] *= 1e6  # a new level, after 16 spikes
     whole, first, second = (RobustWindow((0.05, 0.12, 0.05)) for _ in range(3))
@@ -120,7 +120,7 @@ def test_window_loaded_from_its_state_goes_on_alike(saved: int) -> None:
     )
 
 
-def test_absent_signal_neither_counts_nor_enters() -> None:
+def test_absent_signal_does_not_enter_the_window() -> None:
     window = RobustWindow((0.05, 0.05), min_values=4, size=8)
     both, second = torch.tensor([True, True]), torch.tensor([False, True])
     for _ in range(8):
@@ -144,7 +144,7 @@ def test_absent_signal_neither_counts_nor_enters() -> None:
         (0.12, float("nan"), False),
     ],
 )
-def test_loss_of_odd_samples_close_to_zero_is_slight_where_gradients_are_as_usual(
+def test_small_spike_near_zero_loss_is_slight_if_gradients_are_usual(
     loss: float, norm: float, expected: bool
 ) -> None:
     window = RobustWindow((0.05, 0.12))
@@ -157,7 +157,7 @@ def test_loss_of_odd_samples_close_to_zero_is_slight_where_gradients_are_as_usua
     assert is_slight(verdict, window.highest_k[0]).item() is expected
 
 
-def test_loss_is_never_slight_before_anything_was_gained() -> None:
+def test_spike_before_any_improvement_is_never_slight() -> None:
     window, both = RobustWindow((0.05, 0.12), min_values=4, size=8), torch.tensor([True, True])
     for _ in range(8):
         assert not is_slight(window.judge(torch.tensor([1.0, 1.0]), both), window.highest_k[0])

@@ -1,4 +1,4 @@
-"""A step is read once for all callbacks of a Trainer, in whatever order they stand."""
+"""A step is read once for all callbacks of a Trainer, in any order."""
 
 import math
 from collections import Counter
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Keeps(InstabilityMonitor):
-    """Keeps the facts of every step."""
+    """Stores the facts of every step."""
 
     needs_gradient_norm = every_step = True
 
@@ -64,7 +64,7 @@ PLUGINS = {
 
 
 @pytest.mark.parametrize(("plugin", "optimizer"), PLUGINS.values(), ids=PLUGINS)
-def test_facts_tell_skipped_steps_and_the_scale_before_and_after(
+def test_facts_contain_skipped_steps_and_the_scale_before_and_after(
     plugin: Any, optimizer: Any
 ) -> None:
     keeps = Keeps()
@@ -79,7 +79,7 @@ def test_facts_tell_skipped_steps_and_the_scale_before_and_after(
     ]
 
 
-def test_facts_say_where_a_step_was() -> None:
+def test_facts_contain_epoch_batch_and_rank() -> None:
     keeps = Keeps()
     model = Watched(None, lambda p: SGD(p, torch.tensor(0.25)), steps=6)
     watch(model, [keeps], accumulate_grad_batches=2, max_epochs=2)
@@ -96,7 +96,7 @@ def test_facts_say_where_a_step_was() -> None:
     assert 0 < last.largest_gradient_norm <= last.gradient_norm
 
 
-def test_gradients_are_collected_and_measured_once_for_all(monkeypatch: Any) -> None:
+def test_gradients_are_collected_and_measured_once_for_all_callbacks(monkeypatch: Any) -> None:
     calls: Counter[str] = Counter()
     for module, name in ((training_state, "gradients_of"), (recorder, "measure_signals")):
         original = getattr(module, name)
@@ -126,7 +126,7 @@ def monitors() -> Iterator[InstabilityMonitor]:
 
 
 @pytest.mark.slow
-def test_callbacks_say_the_same_in_any_order_and_all_say_where() -> None:
+def test_alarms_do_not_depend_on_the_order_of_callbacks() -> None:
     factor = {12: 50.0, 15: math.inf, 16: math.inf, 17: math.inf}
 
     def train(reverse: bool) -> dict[str, list[Alarm]]:
@@ -149,10 +149,10 @@ def test_callbacks_say_the_same_in_any_order_and_all_say_where() -> None:
 
 
 class Spikes(pl.Callback):
-    """Nothing; stands where a user's callback stands."""
+    """A user's callback without effect."""
 
 
-def test_recorder_is_shared_stands_first_and_leaves() -> None:
+def test_recorder_is_shared_first_and_removed_after_training() -> None:
     seen: list[Any] = []
 
     class Looks(Watched):

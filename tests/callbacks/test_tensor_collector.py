@@ -1,4 +1,4 @@
-"""What `TensorCollector` writes equals what the tensors were, under every plugin and two ranks."""
+"""`TensorCollector` writes exact statistics under every plugin."""
 
 import json
 import math
@@ -25,7 +25,7 @@ REL = 2 * torch.finfo(torch.float32).eps
 
 
 def samples_of(folder: Path) -> Samples:
-    """Return what README.md tells to read, by step."""
+    """Return the files of a folder by step, read as documented."""
     found: Samples = {}
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as sample:
@@ -38,7 +38,7 @@ def values(sample: dict[str, Any], reduction: str) -> dict[str, float]:
 
 
 class Told(Watched):
-    """Keeps, in float64, norms of what an optimizer is about to step, by step."""
+    """Records float64 norms of the tensors before each optimizer step."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -63,7 +63,7 @@ class Told(Watched):
     [None, BalancedAMP, lambda: BalancedAMP(half="bf16"), PureFP16],
     ids=["fp32", "balanced-fp16", "balanced-bf16", "pure-fp16"],
 )
-def test_collector_writes_weights_gradients_and_states_under(plugin: Any, tmp_path: Path) -> None:
+def test_collector_writes_weights_gradients_and_states(plugin: Any, tmp_path: Path) -> None:
     model = Told(steps=9)
     collector = TensorCollector(
         include=["network.0.*", "re:network\\.4\\.(weight|bias)"],
@@ -89,7 +89,7 @@ def test_collector_writes_weights_gradients_and_states_under(plugin: Any, tmp_pa
 
 
 def test_collector_unscales_gradients_of_torchs_scaler(tmp_path: Path) -> None:
-    """A fused optimizer unscales inside its step, after the sample."""
+    """A fused optimizer unscales in its step, after the sample."""
     from lightning.pytorch.plugins.precision import MixedPrecision
 
     def train(plugin: Any, folder: Path) -> dict[str, float]:
@@ -103,7 +103,7 @@ def test_collector_unscales_gradients_of_torchs_scaler(tmp_path: Path) -> None:
     assert scaled == pytest.approx(train(None, tmp_path / "plain"), rel=0.02)
 
 
-def test_collector_of_outputs_merges_micro_batches_and_modules_of_all_kinds(tmp_path: Path) -> None:
+def test_collector_merges_outputs_of_micro_batches(tmp_path: Path) -> None:
     seen: list[Tensor] = []
 
     class Kept(Watched):
@@ -150,7 +150,7 @@ def test_collector_of_outputs_merges_micro_batches_and_modules_of_all_kinds(tmp_
     assert not model.network[2]._forward_hooks  # between samples there are none
 
 
-def test_collector_has_frozen_weights_and_those_of_every_optimizer(tmp_path: Path) -> None:
+def test_collector_writes_frozen_weights_and_weights_of_every_optimizer(tmp_path: Path) -> None:
     class Pair(Watched):
         automatic_optimization = False
 
@@ -217,7 +217,7 @@ def test_page_shows_histograms_over_time_with_rows_in_the_order_of_exponents(
     assert "Histogram of gradients/" in (tmp_path / "instability.html").read_text()
 
 
-def test_collector_counts_what_is_not_finite_and_says_of_what_step_it_was(tmp_path: Path) -> None:
+def test_collector_counts_non_finite_values_and_writes_the_step(tmp_path: Path) -> None:
     model = Watched(
         steps=3,
         make_optimizer=lambda p: SGD(p, lr=0.0),
@@ -232,7 +232,7 @@ def test_collector_counts_what_is_not_finite_and_says_of_what_step_it_was(tmp_pa
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_collector_of_runs_in_one_folder_keeps_them_apart_and_resumes_its_own(
+def test_runs_in_one_folder_have_separate_files_and_resume_their_own(
     tmp_path: Path,
 ) -> None:
     def train(steps: int, **kwargs: Any) -> TensorCollector:
@@ -257,7 +257,7 @@ def test_collector_of_runs_in_one_folder_keeps_them_apart_and_resumes_its_own(
     assert list(samples_of(tmp_path / "tensors")) == [0, 2, 3]
 
 
-def test_collector_of_a_run_that_fails_has_written_its_last_sample(tmp_path: Path) -> None:
+def test_collector_of_a_failed_run_writes_its_last_sample(tmp_path: Path) -> None:
     def fail(module: pl.LightningModule, batch_idx: int) -> None:
         if batch_idx == 2:
             raise ValueError("bad batch")
@@ -272,7 +272,7 @@ def test_collector_of_a_run_that_fails_has_written_its_last_sample(tmp_path: Pat
     assert not model.network[0]._forward_hooks
 
 
-def test_collector_that_cannot_write_warns_and_training_goes_on(tmp_path: Path) -> None:
+def test_collector_that_cannot_write_warns_and_training_continues(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match=r"`TensorCollector` could not write .*Training continues"):
         trainer = watch(Watched(steps=2), [TensorCollector(dirpath=str(tmp_path / "file" / "t"))])
@@ -291,13 +291,13 @@ def test_collector_that_cannot_write_warns_and_training_goes_on(tmp_path: Path) 
         ({"every_n_steps": 0}, "at least 1"),
     ],
 )
-def test_collector_with_a_bad_argument_is_refused(arguments: dict[str, Any], match: str) -> None:
+def test_collector_refuses_a_wrong_argument(arguments: dict[str, Any], match: str) -> None:
     (name,) = arguments
     with pytest.raises(ValueError, match=rf"TensorCollector\({name}=.*{match}"):
         TensorCollector(**arguments)
 
 
-def test_collector_whose_pattern_matches_nothing_is_refused(tmp_path: Path) -> None:
+def test_pattern_without_a_match_raises_an_error(tmp_path: Path) -> None:
     match = re.escape("TensorCollector(include=['netwrok.*'])`, which matches none of 6 names")
     with pytest.raises(ValueError, match=match):
         watch(Watched(steps=1), [TensorCollector(include=["*.bias", "netwrok.*"])])

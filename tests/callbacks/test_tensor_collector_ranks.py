@@ -1,4 +1,4 @@
-"""On several ranks `TensorCollector` writes what one process with the whole model would."""
+"""On several ranks, `TensorCollector` writes the same as one process with the whole model."""
 
 import tempfile
 import warnings
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 class OnRank(Watched):
-    """Has other data on each rank, and keeps its outputs and gradients."""
+    """Has different data on each rank, and stores outputs and gradients."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         hook = self.network[2].register_forward_hook(self.keep)
@@ -46,7 +46,7 @@ def _train(rank: int, folder: str) -> dict[str, Any]:
     return {"output": model.output, "gradient": model.gradient, "folder": str(collector.folder)}
 
 
-def test_collector_on_two_ranks_has_outputs_of_both_and_gradients_once() -> None:
+def test_collector_on_two_ranks_merges_outputs_and_writes_gradients_once() -> None:
     with tempfile.TemporaryDirectory() as folder:
         first, second = run_ranks(_train, 2, folder)
         assert (first["folder"], second["folder"]) == (f"{folder}/t", "None")  # rank zero writes
@@ -91,7 +91,7 @@ def _train_shards(rank: int, kind: str, folder: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.sweep)])
-def test_collector_of_shards_has_the_norms_of_whole_tensors(kind: str) -> None:
+def test_collector_of_shards_writes_norms_of_whole_tensors(kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(_train_shards, 2, kind, folder)
         samples = samples_of(Path(folder, "t"))

@@ -1,4 +1,4 @@
-"""A model and data whose configurations the doctor is asked about."""
+"""A model and data for the configurations that the doctor checks."""
 
 import lightning.pytorch as pl
 import torch

@@ -1,4 +1,4 @@
-"""Each planted mistake is found, by its name, and is gone once the named line is changed."""
+"""Each planted mistake is found by name, until the line of the finding is changed."""
 
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ PLANTED = [
 
 
 def told(settings: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what the doctor prints, with the exit code as its last word."""
+    """Return the output of the doctor, followed by its exit code."""
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(settings))
     code: Any = 0
@@ -96,7 +96,7 @@ def told(settings: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "planted", "mended"), PLANTED)
-def test_planted_mistake_is_named_and_gone_once_mended(
+def test_planted_mistake_is_found_until_it_is_corrected(
     kind: str,
     planted: dict[str, Any],
     mended: dict[str, Any],
@@ -114,7 +114,7 @@ def test_planted_mistake_is_named_and_gone_once_mended(
 @pytest.mark.parametrize(
     "trainer", [{}, CACHE, BALANCED, {**CACHE, **BALANCED}, {"plugins": plugin("PureFP16")}]
 )
-def test_nothing_is_found_where_nothing_is_wrong(
+def test_correct_config_has_no_findings(
     trainer: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = told(config(trainer), tmp_path, capsys)
@@ -123,7 +123,7 @@ def test_nothing_is_found_where_nothing_is_wrong(
 
 
 @pytest.mark.slow
-def test_batch_that_does_not_fit_is_told_with_what_to_pass(
+def test_batch_that_does_not_fit_is_a_finding_with_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.yaml"
@@ -136,7 +136,7 @@ def test_batch_that_does_not_fit_is_told_with_what_to_pass(
     assert "A batch of 128 on 8 ranks needs" in said
 
 
-def test_config_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+def test_unreadable_config_ends_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="doctor: pass the YAML file of a run by `--config`"):
         main(["doctor"])
     (tmp_path / "run.yaml").write_text("nothing")

@@ -1,4 +1,4 @@
-"""Count what is found: train planted failures under all monitors, apply each remedy, print a table.
+"""Train planted failures under all monitors, apply each remedy, and print a table.
 
 A row has the failure, the step from which it is there, the step of the first alarm that names it,
 the alarm, and whether the run learns once its remedy is applied.
@@ -30,7 +30,7 @@ BY_NAME: dict[str, Planted] = {planted.name: planted for planted in FAILURES}
 
 
 class Row(NamedTuple):
-    """What became of one planted failure."""
+    """The result of one planted failure."""
 
     cells: list[str]
     is_found: bool
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 1 where a failure was not found or not cured."""
+    """Run the command; return 1 if a failure was not found or not cured."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.monitors.failures_table",
         description=__doc__,

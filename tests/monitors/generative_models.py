@@ -17,7 +17,7 @@ FRAMES, BINS = 32, 8
 
 
 class Whisper(Learner):
-    """Writes down the six words whose bins a spectrogram lights up, one after the other."""
+    """Transcribes a spectrogram, in which the bins of six words light up one after the other."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, decays=True)
@@ -47,7 +47,7 @@ class Whisper(Learner):
 
 
 class Mixtral(Learner):
-    """Predicts the next word, by four experts of which a router takes two."""
+    """Predicts the next word with four experts, two of which a router chooses for each token."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, decays=True)
@@ -70,7 +70,7 @@ class Mixtral(Learner):
 
 
 class VAE(Learner):
-    """Codes points near a curve, by a mean and a deviation."""
+    """Encodes points near a curve as a mean and a standard deviation."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
@@ -93,7 +93,7 @@ class VAE(Learner):
 
 
 class Denoiser(Learner):
-    """Tells the noise in points on a circle, at a random level, as a diffusion model does."""
+    """Predicts the noise of points on a circle at a random noise level, like a diffusion model."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
@@ -114,7 +114,7 @@ class Denoiser(Learner):
 
 
 class Student(Learner):
-    """Agrees with a teacher that follows it slowly, and predicts it through one more layer."""
+    """Predicts the output of an EMA teacher through one more layer."""
 
     towers = ("network",)
 

@@ -1,4 +1,4 @@
-"""Healthy runs of real models, under every precision: what monitors must keep silent about."""
+"""Healthy runs of real models under every precision, which must raise no alarm."""
 
 from tests.monitors.generative_models import GENERATIVE_MODELS
 from tests.monitors.language_models import LANGUAGE_MODELS

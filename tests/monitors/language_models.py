@@ -18,7 +18,7 @@ FIRST_WORD = 2  # 0 pads, 1 masks
 
 
 def text(generator: torch.Generator, tokens: int = TOKENS) -> Tensor:
-    """Return sequences in which a word follows from the one before, but for 10% of noise.
+    """Return sequences in which a word determines the next one, except for 10% noise.
 
     Args:
         generator: Of the random numbers.
@@ -66,7 +66,7 @@ class GPT2(Learner):
 
 
 class BERT(Learner):
-    """Fills in the 20% of words that are masked."""
+    """Predicts the 20% of words that are masked."""
 
     def __init__(self, steps: int) -> None:
         # 5e-3 would be no healthy rate: there, weights moved by 1e-6 decide how a run ends.
@@ -92,7 +92,7 @@ class BERT(Learner):
 
 
 class T5(Learner):
-    """Writes six words backwards."""
+    """Writes six words in reverse order."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, decays=True)
@@ -115,7 +115,7 @@ class T5(Learner):
 
 
 class LSTM(Learner):
-    """Predicts the next word from those before, without attention."""
+    """Predicts the next word from the previous words, without attention."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
@@ -137,7 +137,7 @@ class LSTM(Learner):
 
 
 class Experts(nn.Module):
-    """A layer of experts, of which each word has one; an expert without words gets zeros.
+    """A layer with one expert per word; an expert without words in the batch gets zeros.
 
     The words of the last experts are rare: one in 300 batches has a word of the last one.
     """
@@ -160,7 +160,7 @@ class Experts(nn.Module):
 
 
 class MoE(Learner):
-    """Tells what a word's expert makes of it; words are as rare as their experts."""
+    """Predicts the output of each word's expert; words are as rare as their experts."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)

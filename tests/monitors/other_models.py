@@ -17,7 +17,7 @@ BATCH, SIDE, CLASSES = 16, 16, 4
 
 
 def images(generator: torch.Generator) -> list[Tensor]:
-    """Return noise with a brighter quadrant each, and which one it is."""
+    """Return noise images with a brighter quadrant, and the index of that quadrant."""
     label = torch.randint(CLASSES, (BATCH,), generator=generator)
     image = torch.randn(BATCH, 3, SIDE, SIDE, generator=generator)
     half = SIDE // 2
@@ -28,7 +28,7 @@ def images(generator: torch.Generator) -> list[Tensor]:
 
 
 class ViT(Learner):
-    """Names the brighter quadrant."""
+    """Classifies the brighter quadrant."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, 3e-3, decays=True)
@@ -50,7 +50,7 @@ class ViT(Learner):
 
 
 class ConvNet(Learner):
-    """Names the brighter quadrant, by convolutions with BatchNorm."""
+    """Classifies the brighter quadrant by convolutions with BatchNorm."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, 1e-3)
@@ -68,7 +68,7 @@ class ConvNet(Learner):
 
 
 class GAN(Learner):
-    """Learns a ring of points, with two optimizers by hand."""
+    """A GAN that learns a ring of points, with two manually stepped optimizers."""
 
     optimizers_per_batch = 2
 
@@ -120,7 +120,7 @@ class GAN(Learner):
 
 
 class A2C(Learner):
-    """Learns to hold points at the middle of a line, from what it is rewarded for.
+    """Learns to hold points at the middle of a line from rewards.
 
     The loss is that of the policy, half that of the values, and a bonus for entropy: noisy, above
     and below zero. The points go on from step to step; one in 50 is put somewhere else.
@@ -178,7 +178,7 @@ class A2C(Learner):
 
 
 class Contrastive(Learner):
-    """Finds the text of an image, by two towers and a temperature that is learnt."""
+    """Matches images and texts by two towers with a trainable logit scale."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, 1e-3)
@@ -202,7 +202,7 @@ class Contrastive(Learner):
 
 
 class LoRA(Learner):
-    """Adapts a frozen network by products of rank 4, the second factor of which begins at zero."""
+    """Adapts a frozen network by products of rank 4, whose second factor starts at zero."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, 3e-3, weight_decay=0.0)
@@ -228,7 +228,7 @@ class LoRA(Learner):
 
 
 class Curriculum(Learner):
-    """Fits a wave over a range that widens at a third and at two thirds: the loss jumps twice."""
+    """Fits a wave over a range that widens twice, so that the loss jumps twice."""
 
     RANGES = (1.0, 2.0, 3.0)
 
@@ -255,7 +255,7 @@ class Curriculum(Learner):
 
 
 class Hinge(Learner):
-    """Tells two clouds apart by a margin, so that the loss of most batches is exactly 0."""
+    """Separates two clouds by a margin, so that the loss of most batches is exactly 0."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, 3e-3)
@@ -271,7 +271,7 @@ class Hinge(Learner):
 
 
 class ShortLastBatch(Learner):
-    """Passes over 131 samples in batches of 16, of which the last has three."""
+    """Trains on 131 samples in batches of 16; the last batch has three samples."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, 3e-3)

@@ -1,4 +1,4 @@
-"""What a planted failure is, and the small model that most are planted in."""
+"""`Planted` failures, and the small model in which most are planted."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Planted failures of the course of training: it diverges, explodes, stalls, or stands still."""
+"""Planted failures of the course of training: divergence, explosion, stalls, stagnation."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from tests.monitors.planted import Fit, Planted
 
 
 class Quadratic(Fit):
-    """Linear regression on one batch, whose highest stable learning rate is known: 2 / lambda.
+    """Linear regression on one batch, whose highest stable learning rate is 2 / lambda.
 
     Args:
         times: The learning rate, relative to that.
@@ -37,7 +37,7 @@ class Quadratic(Fit):
 
 
 class HotGPT2(GPT2):
-    """A GPT-2 at a constant rate, judged by what knowing nothing costs.
+    """A GPT-2 at a constant learning rate, compared with the loss of a uniform prediction.
 
     Args:
         lr: The learning rate.
@@ -52,7 +52,7 @@ class HotGPT2(GPT2):
 
 
 class Recurrent(nn.Module):
-    """A ReLU network in time, whose state grows where its weights do."""
+    """A recurrent ReLU network, whose state grows with its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Recurrent(nn.Module):
 
 
 def deep(gain: float = 3.0) -> nn.Module:
-    """Return 21 layers that multiply what goes through by gain / sqrt(2) each."""
+    """Return 21 layers, each of which multiplies its input by gain / sqrt(2)."""
     layers: list[nn.Module] = [nn.Linear(8, 24)]
     for _ in range(20):
         layers += [nn.ReLU(), nn.Linear(24, 24)]
@@ -73,7 +73,7 @@ def deep(gain: float = 3.0) -> nn.Module:
 
 
 class Words(Fit):
-    """Fits a number to each of 64 words; from `CHANGE` on, the loss is a sum and no mean."""
+    """Fits a number to each of 64 words; from `CHANGE` on, the loss is a sum instead of a mean."""
 
     CHANGE, BATCH = 298, 1024
 
@@ -104,12 +104,12 @@ class Words(Fit):
 
 
 def mislabel(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every eighth batch from 150 on targets of another scale."""
+    """Scale the targets of every eighth batch from batch 150 on."""
     return x, (100 - 300 * y if index >= 150 and index % 8 == 6 else y)
 
 
 class Mislabelled(Fit):
-    """Judged by its good batches."""
+    """Is judged by its good batches."""
 
     def progress(self) -> tuple[float, float]:
         good = [x for i, x in enumerate(self.losses) if i < 150 or i % 8 != 6]
@@ -131,7 +131,7 @@ def rises(step: int) -> float:
 
 
 def rises_and_falls(step: int) -> float:
-    """Rise to 340 times the rate from step 60 to 160, and fall back until step 260."""
+    """Raise the learning rate 340-fold from step 60 to 160, and lower it again until step 260."""
     return 1.06 ** min(max(step - 60, 0), max(260 - step, 0))
 
 

@@ -1,4 +1,4 @@
-"""Failures that are planted in small runs: what must find each, when, and what cures it."""
+"""All planted failures, with the alarm that must find each, its step, and its remedy."""
 
 from tests.monitors import (
     planted_divergence,

@@ -1,4 +1,4 @@
-"""Planted failures of numbers: NaN, inf, overflow, underflow, and state that is corrupted."""
+"""Planted numerical failures: NaN, inf, overflow, underflow, and corrupted state."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ STEP = 60  # at which most of these are planted
 
 
 class Then(nn.Module):
-    """A linear layer, an operation that has a weak spot, and a head."""
+    """A linear layer, an operation that can fail, and a head."""
 
     def __init__(self, operation: nn.Module) -> None:
         super().__init__()
@@ -46,17 +46,17 @@ class Operation(nn.Module):
 
 
 def root(x: Tensor, small: float) -> Tensor:
-    """Has no derivative at 0: by the chain rule it is inf * 0."""
+    """Has no derivative at 0, where the chain rule gives inf * 0."""
     return (x.square() + small).sqrt()
 
 
 def logarithm(x: Tensor, small: float) -> Tensor:
-    """Is -inf where the sigmoid underflows, below -104."""
+    """Is -inf below -104, where the sigmoid underflows."""
     return (x.sigmoid() + small).log()
 
 
 def guarded_root(x: Tensor, small: float) -> Tensor:
-    """Has finite values, and a NaN for a gradient by way of the branch that is not taken."""
+    """Has finite values, but a NaN gradient through the branch that is not taken."""
     inside = x.clamp(min=small) if small else x
     return torch.where(x > 0, inside.sqrt(), 0.0)
 
@@ -66,7 +66,7 @@ def standardize(x: Tensor, small: float) -> Tensor:
 
 
 class Masked(nn.Module):
-    """Attention over the eight numbers of a sample, but for those that are 0.
+    """Attention over the nonzero numbers among the eight numbers of a sample.
 
     Args:
         fill: What the logits of masked numbers are set to.
@@ -109,7 +109,7 @@ def first_row(value: float) -> Any:
 
 
 def repaired(change: Any, limit: float = 10.0, last: int = STEP) -> Any:
-    """Return `at_step(change)` with numbers that are not finite, or too large, taken out."""
+    """Return `at_step(change)` with non-finite and too large numbers removed."""
 
     def corrupt(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x, y = at_step(change, last)(index, x, y)
@@ -131,7 +131,7 @@ def zero_bias(model: Fit, index: int) -> None:
 
 
 def spoil_state(model: Fit, index: int) -> None:
-    """Leave inf in all second moments, as a gradient of 1e20 does: no weight moves any more."""
+    """Set all second moments to inf, as a gradient of 1e20 does, so that weights stop changing."""
     if index == STEP:
         for state in model.optimizers().optimizer.state.values():
             state["exp_avg_sq"].fill_(math.inf)
@@ -148,7 +148,7 @@ def normalized() -> nn.Module:
 
 
 class WithBatchNorm(Fit):
-    """Judged by what it does with the statistics that it keeps for evaluation."""
+    """Is judged by its loss with the running statistics."""
 
     def __init__(self, corrupt: Any, steps: int = 200) -> None:
         super().__init__(normalized, corrupt=corrupt, steps=steps)
@@ -163,7 +163,7 @@ class WithBatchNorm(Fit):
 
 
 def grow(name: str, factor: float) -> Any:
-    """Return a `before` that grows a weight a little before each batch."""
+    """Return a `before` that grows a weight before each batch."""
 
     def before(model: Fit, index: int) -> None:
         with torch.no_grad():
@@ -173,7 +173,7 @@ def grow(name: str, factor: float) -> Any:
 
 
 class Wide(nn.Module):
-    """A layer whose outputs may grow, as the norm behind it takes their scale out again."""
+    """A layer whose outputs may grow, because the norm after it removes their scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Stream(nn.Module):
 
 
 def swell(model: Fit, index: int) -> None:
-    """Let every block add 24 more to one channel: 384 more in the stream at each step."""
+    """Make each of 16 blocks add 24 more to one channel: the stream grows by 384 in each step."""
     with torch.no_grad():
         for block in model.network.blocks:
             block.down.bias[0] = 24.0 * index
@@ -235,7 +235,7 @@ class Attention(nn.Module):
 
 
 class Attends(nn.Module):
-    """Embeds eight numbers, lets them attend to each other, and sums up."""
+    """Embeds eight numbers, applies attention, and sums the result."""
 
     def __init__(self, has_norm: bool = False) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Attends(nn.Module):
 
 
 class Sharpened(Fit):
-    """Judged by its largest logit: at 1000 a softmax is one-hot, and queries learn no more."""
+    """Is judged by its largest logit; at 1000, softmax is one-hot and queries do not learn."""
 
     def __init__(self, has_norm: bool = False) -> None:
         super().__init__(functools.partial(Attends, has_norm), steps=400, before=sharpen)

@@ -1,4 +1,4 @@
-"""Failures of what a model computes: logits that drift, idle experts, a tower that stands still."""
+"""Planted failures of outputs: drifting logits, starved experts, an unchanged tower."""
 
 import functools
 import statistics
@@ -14,7 +14,7 @@ from tests.monitors.running import Learner
 
 
 class Drifts(Learner):
-    """Classifies points under a term that rewards large logits, as a wrong sign in a loss does.
+    """Classifies points with a term that rewards large logits, like a wrong sign in a loss.
 
     A softmax does not see what is added to all logits, so nothing else holds log Z, by which this
     model is judged.
@@ -47,7 +47,7 @@ class Drifts(Learner):
 
 
 class Narrows(Fit):
-    """Has attention whose logits stay below 50, and that looks at one key alone in the end.
+    """Has attention that becomes one-hot while its logits stay below 50.
 
     Judged by its entropy.
     """
@@ -77,7 +77,7 @@ def narrow(model: Fit, index: int) -> None:
 
 
 class Sparse(nn.Module):
-    """Eight experts, of which a router takes one for each sample."""
+    """Eight experts, one of which a router chooses for each sample."""
 
     def __init__(self, bias: float = 0.0) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Sparse(nn.Module):
 
 
 class Routed(Fit):
-    """Judged by the share of its samples that the busiest expert gets.
+    """Is judged by the share of samples of the busiest expert.
 
     Args:
         balance: The weight of the load-balancing loss.
@@ -122,7 +122,7 @@ class Routed(Fit):
 
 
 class Halved(Pairs):
-    """Aligns two towers of which one gets no gradient; judged by how far that one has moved."""
+    """Aligns two towers, one of which gets no gradient; judged by how far this tower has moved."""
 
     def __init__(self, is_detached: bool = True) -> None:
         super().__init__(has_negatives=True, lr=3e-3)
@@ -144,7 +144,7 @@ class Halved(Pairs):
 
 
 def units(*norm: nn.Module) -> nn.Module:
-    """Return a network whose third layer can lose its units."""
+    """Return a network in which the units of the third layer can die."""
     layers = [layer for _ in range(2) for layer in (nn.Linear(32, 32), nn.ReLU())]
     middle = (nn.Linear(32, 32), *norm, nn.ReLU())
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), *layers, *middle, *layers, nn.Linear(32, 1))

@@ -1,4 +1,4 @@
-"""Parameters and features that do not train, and failures whose cause is not where they show."""
+"""Planted failures of parameters and features that do not train, and of distant causes."""
 
 import functools
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from tests.monitors.running import Learner
 
 
 class Detached(nn.Module):
-    """Two towers' worth of layers, of which one is behind a `.detach()`."""
+    """Two branches, one of which is detached."""
 
     def __init__(self, is_detached: bool = True) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Detached(nn.Module):
 
 
 def of_copies(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """Return an optimizer that holds the parameters of a copy, as before a `deepcopy`."""
+    """Return an optimizer for the parameters of a copy of the model."""
     return AdamW([p.detach().clone().requires_grad_() for p in parameters], lr=lr)
 
 
@@ -61,7 +61,7 @@ def residual() -> nn.Module:
 
 
 class Bounded(Fit):
-    """Judged by the RMS of its first weights, which are 0.2 at the start."""
+    """Is judged by the RMS of its first weights, which is 0.2 at the start."""
 
     def progress(self) -> tuple[float, float]:
         return float(self.network[0].weight.detach().square().mean().sqrt()), 1.0
@@ -77,7 +77,7 @@ def one_value(value: float) -> Any:
 
 
 class Pairs(Learner):
-    """Aligns two towers, judged by how far their features lie apart: 0.25 where they fill a sphere.
+    """Aligns two towers; judged by the distance of features, 0.25 if they fill a sphere.
 
     Args:
         has_negatives: Whether the loss has some; without, it is lowest where all features agree.

@@ -1,4 +1,4 @@
-"""What runs of real models share: a module that makes its data, precisions, all monitors."""
+"""Helpers for runs of real models: a module that generates its data, precisions, monitors."""
 
 import math
 import statistics
@@ -35,7 +35,7 @@ from tests.precision.models import make_trainer, one_thread
 
 
 def mixed() -> MixedPrecision:
-    """Return Lightning's own `16-mixed`; asked for by name it would be bf16 on a CPU."""
+    """Return Lightning's `16-mixed` with fp16; by name, it would be bf16 on a CPU."""
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
@@ -48,7 +48,7 @@ PRECISIONS: dict[str, Callable[[], Any]] = {
 
 
 class Batches(Dataset[Any]):
-    """Batches that are made from their index, the same in every run.
+    """Batches that are generated from their index, so that they are equal in every run.
 
     Args:
         make: Index and its generator -> batch.
@@ -153,7 +153,7 @@ def all_monitors(folder: str, towers: Sequence[str] = (), **often: int) -> list[
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run went.
+    """The result of a run.
 
     Args:
         model: As it was trained.
@@ -186,7 +186,7 @@ def train(
     often: dict[str, int] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Train a model to its end under all monitors, and judge how it went.
+    """Train a model under all monitors and return the outcome.
 
     Args:
         model: The model.

@@ -36,7 +36,7 @@ ALARMS = ["model", "precision", "step", "monitor", "kind", "tensor", "message"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 1 where a run failed or did not learn."""
+    """Run the command; return 1 if a run failed or did not learn."""
     options = _parse(arguments)
     rows = [
         (m, p, options.steps, options.every_n_steps)
@@ -93,7 +93,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Result:
-    """A row of the table, small enough to come from another process."""
+    """A row of the table, small enough to be sent from another process."""
 
     def __init__(self, model: str, precision: str, steps: int, every: int | None) -> None:
         outcome = healthy_run(model, precision, steps, every)
@@ -117,7 +117,7 @@ def start_worker() -> None:
 
 
 def _run(rows: list[Row], jobs: int) -> list[Result]:
-    """Train all rows, and return them in their order."""
+    """Train all rows and return them in order."""
     done: dict[tuple[str, str], Result] = {}
     with contextlib.ExitStack() as stack:
         results: Iterable[Result] = map(_work, rows)

@@ -1,4 +1,4 @@
-"""In healthy runs of real models monitors say nothing, or nearly so.
+"""Healthy runs of real models raise no alarm, or at most one in long runs.
 
 `make test` takes 100 steps of each model or a few more in one precision, sampled often enough to be
 judged;
@@ -37,7 +37,7 @@ def long(model: str, precision: str) -> Outcome:
     return healthy_run(model, precision, SWEEP_STEPS)
 
 
-def test_covering_choice_has_every_precision() -> None:
+def test_sampled_cases_cover_every_precision() -> None:
     assert set(COVERING.values()) == set(PRECISIONS)
 
 

@@ -1,4 +1,4 @@
-"""Planted failures are found in time and by name, and what cures them does."""
+"""Planted failures are found in time and by name, and the remedies cure them."""
 
 import math
 from pathlib import Path
@@ -41,10 +41,10 @@ def param(planted: Planted) -> Any:
 
 
 @pytest.mark.parametrize("planted", [param(planted) for planted in FAILURES])
-def test_planted_failure_ruins_the_run_and_is_named_at_its_step_with_a_remedy(
+def test_planted_failure_is_named_at_its_step_with_a_remedy(
     planted: Planted,
 ) -> None:
-    """Rounding moves no step: without AVX, or with weights off by 1e-6 of their size, all stay."""
+    """Steps do not depend on rounding: they are equal without AVX, or if weights change by 1e-6."""
     outcome = planted.fail()
     if outcome.is_healthy:
         pytest.fail(f"not ruined: {outcome.measured} is below {outcome.bound}")
@@ -71,7 +71,7 @@ BAD_STEP, BAD_RANK = 20, 1
 
 
 class OnRanks(Fit):
-    """Has other data on each rank, and on one of them a NaN.
+    """Has different data on each rank, with a NaN on one rank.
 
     Args:
         is_repaired: Whether that is taken out.
@@ -96,7 +96,7 @@ def _train(rank: int, is_repaired: bool) -> tuple[bool, list[Alarm]]:
 
 
 @pytest.mark.distributed
-def test_nan_from_one_ranks_data_is_found_by_rank_and_batch() -> None:
+def test_nan_in_the_data_of_one_rank_is_named_with_rank_and_batch() -> None:
     for is_healthy, alarms in run_ranks(_train, 2, False):
         assert not is_healthy
         assert [alarm for alarm in alarms if alarm.step < BAD_STEP] == []
@@ -107,7 +107,7 @@ def test_nan_from_one_ranks_data_is_found_by_rank_and_batch() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.distributed
-def test_nan_from_one_ranks_data_that_is_taken_out_lets_the_run_learn() -> None:
+def test_run_learns_once_nan_is_removed_from_the_data() -> None:
     assert [is_healthy for is_healthy, _ in run_ranks(_train, 2, True)] == [True, True]
 
 

@@ -1,4 +1,4 @@
-"""`plan` with a model of one tower, and with a config whose model has the loader."""
+"""`plan` for a model with one tower, and for a config whose model has the loader."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class WithLoader(pl.LightningModule):
-    """A CLIP as in the quick start, whose loader yields 48 pairs of a rank."""
+    """A CLIP model as in the quick start; its loader yields 48 pairs per rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class WithLoader(pl.LightningModule):
 
 
 class WithoutLoader(WithLoader):
-    """The same, with nothing to read."""
+    """The same model without a loader."""
 
     train_dataloader = pl.LightningModule.train_dataloader
 
@@ -53,7 +53,7 @@ def config(folder: Path, model: type) -> str:
     return str(path)
 
 
-def test_config_whose_loader_is_in_the_model_is_planned_with_its_batch(
+def test_config_with_a_loader_in_the_model_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = config(tmp_path, WithLoader)
@@ -69,11 +69,11 @@ def test_config_whose_loader_is_in_the_model_is_planned_with_its_batch(
     assert "Batch 768 on 8 rank(s), 96 each" in capsys.readouterr().out
 
 
-def test_config_without_any_loader_is_refused(tmp_path: Path) -> None:
+def test_config_without_a_loader_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="whose model has no `train_dataloader`"):
         main(["plan", "--config", config(tmp_path, WithoutLoader)])
 
 
-def test_model_with_one_tower_is_refused_in_a_sentence() -> None:
+def test_model_with_one_tower_raises_an_error_in_a_sentence() -> None:
     with pytest.raises(SystemExit, match="whose ViTConfig describes one tower"):
         main(["plan", "--model", "ViTModel", "--batch", "1k"])

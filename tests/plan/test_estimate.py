@@ -1,4 +1,4 @@
-"""The products that a plan computes for our loss, against what its sweeps really multiply."""
+"""The planned matrix products of our loss equal those of its sweeps."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def _counted(batch: int) -> int:
 
 
 @pytest.mark.parametrize("batch", [1024, 2560])
-def test_one_process_multiplies_what_the_plan_says(batch: int) -> None:
+def test_products_of_one_process_equal_the_plan(batch: int) -> None:
     subject, machine = _subject("32-true"), _machine(1, "cpu")
     # Half of 32 MiB keep as many logits at the most.
     fits = batch**2 <= 2**24 // 4
@@ -49,7 +49,7 @@ def test_one_process_multiplies_what_the_plan_says(batch: int) -> None:
 
 
 def _multiplied(rows: int, ranks: int) -> int:
-    """Count the logits that one rank of many works out, in both sweeps; the others are not there.
+    """Count the logits that one of many ranks computes in both sweeps, without the other ranks.
 
     Only they come from `mm`: gradients are added by `addmm_`, which is not counted.
     """
@@ -67,14 +67,14 @@ def _multiplied(rows: int, ranks: int) -> int:
 
 
 @pytest.mark.parametrize("rows", [256, 1408])
-def test_a_rank_multiplies_what_the_plan_says(rows: int) -> None:
+def test_products_of_a_rank_equal_the_plan(rows: int) -> None:
     ranks = 4
     logits = ranks * rows**2
     planned = products(OURS, ranks * rows, _subject("32-true"), _machine(ranks, "cpu"))
     assert _multiplied(rows, ranks) / logits == pytest.approx(planned - 2, rel=1e-12)
 
 
-def test_a_gpu_keeps_the_products_of_fp32_features_that_fit() -> None:
+def test_gpu_stores_products_of_fp32_features_that_fit() -> None:
     pytest.importorskip("triton")
     machine = _machine(1, "cuda")
     found = {
@@ -88,14 +88,14 @@ def test_a_gpu_keeps_the_products_of_fp32_features_that_fit() -> None:
     assert found["32-true", 65_536] == formulas.OUR_PRODUCTS
 
 
-def test_other_losses_multiply_the_same_at_all_sizes() -> None:
+def test_products_of_other_losses_do_not_depend_on_the_size() -> None:
     for batch in (64, 65_536):
         found = products(DENSE, batch, _subject("32-true"), _machine(8, "cuda"))
         assert found == formulas.CLIP_PRODUCTS
 
 
 @pytest.mark.parametrize(("precision", "held"), [("32-true", 4), ("PureFP16", 2), ("bf16-true", 2)])
-def test_frozen_parameters_take_what_their_dtype_does(precision: str, held: int) -> None:
+def test_frozen_parameters_take_the_bytes_of_their_dtype(precision: str, held: int) -> None:
     plain, machine = _subject(precision), _machine(1, "cpu")
     plain = dataclasses.replace(plain, states={"float32": 0, "bfloat16": 0})
     locked = dataclasses.replace(plain, frozen_parameters=1000)

@@ -1,4 +1,4 @@
-"""Formulas against numbers worked out by hand, and against what a step really allocates."""
+"""Formulas equal numbers computed by hand and bound the allocations of a step."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ from papers.allocation import peak_allocated
 from tests.processes import exit_code_of
 
 
-def test_losses_are_their_counts_of_fp32_values() -> None:
+def test_bytes_of_losses_equal_their_counts_of_fp32_values() -> None:
     # b = 1024, D = 256: a matrix has 2^20 values, one side's features 2^18.
     dense, local = (loss_bytes(name, 1024, 4, 256) for name in (DENSE, LOCAL))
     assert dense == pytest.approx(4 * (4.096 * 2**20 + 3.04 * 2**18))
@@ -28,7 +28,7 @@ def test_losses_are_their_counts_of_fp32_values() -> None:
     assert loss_bytes(CROSS_GPU, 1024, 4, 256) == pytest.approx(4 * (4 * 2**16 + 15.4 * 2**16))
 
 
-def test_our_loss_is_eight_copies_vectors_and_a_workspace() -> None:
+def test_bytes_of_our_loss_are_eight_copies_vectors_and_a_workspace() -> None:
     expected = 8 * 4 * 2**21 + 16 * 8 * 4096 + 2**20
     assert loss_bytes(OURS, 16_384, 4, 512, 2**20) == expected
 
@@ -39,7 +39,7 @@ def test_exchange_counts_texts_twice_and_their_gradients() -> None:
     assert formulas.exchange_bytes(1000, 1, 512) == 0
 
 
-def test_host_holds_the_batch_and_what_workers_have_ready() -> None:
+def test_host_holds_the_batch_and_prefetched_batches() -> None:
     node = {"rank_batch": 1024.0, "pair_bytes": 1000.0, "ranks": 2, "workers": 8}
     assert formulas.host_bytes(**node) == 2 * 1000 * 1024 * (1 + 16)
     assert formulas.host_bytes(**node, loader_batches=8) == 2 * 1000 * 1024 * (1 + 2)
@@ -63,7 +63,7 @@ def test_times_follow_from_counts() -> None:
 
 
 @pytest.mark.slow
-def test_our_loss_on_one_rank_allocates_no_more_than_the_formula_says() -> None:
+def test_our_loss_on_one_rank_allocates_at_most_the_formula() -> None:
     def step() -> None:
         loss: Tensor = ContrastiveLoss(workspace_bytes=workspace)(image, text, scale)
         loss.backward()
@@ -76,7 +76,7 @@ def test_our_loss_on_one_rank_allocates_no_more_than_the_formula_says() -> None:
     assert 2 * 4 * batch * width <= peak_allocated(step) <= predicted
 
 
-def test_our_loss_of_many_pairs_stays_far_below_a_dense_one() -> None:
+def test_our_loss_of_many_pairs_takes_far_less_than_a_dense_loss() -> None:
     ours = loss_bytes(OURS, 2**20, 8, 768, DEFAULT_WORKSPACE_BYTES["cuda"])
     assert ours < 4 * GIB < 1000 * GIB < loss_bytes(DENSE, 2**20, 8, 768)
 
@@ -86,6 +86,6 @@ def _peak_of_a_matrix(errors: Path) -> None:
     assert peak_allocated(lambda: torch.zeros(256, 256)) == 4 * 2**16
 
 
-def test_weighing_says_nothing(tmp_path: Path) -> None:
+def test_measuring_memory_prints_nothing(tmp_path: Path) -> None:
     assert exit_code_of(_peak_of_a_matrix, tmp_path / "errors") == 0
     assert (tmp_path / "errors").read_text() == ""

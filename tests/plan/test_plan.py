@@ -1,4 +1,4 @@
-"""The command from end to end, and its prediction for the demo against what the demo allocates."""
+"""The command from end to end, and its prediction for the demo compared with the real peak."""
 
 import re
 import warnings
@@ -31,7 +31,7 @@ CONFIG = "examples/glyph_clip/config.yaml"
 GIB = 2**30
 
 
-def test_pairs_are_read_as_the_papers_write_them() -> None:
+def test_pairs_are_parsed_as_in_the_papers() -> None:
     assert pairs_of("4096") == 4096
     assert pairs_of("1024k") == pairs_of("1M") == 2**20
     assert pairs_of("10M") == 10 * 2**20
@@ -56,7 +56,7 @@ class _Towers(nn.Module):
     # Under autocast the input is cast first; what is saved is half.
     ("16-mixed", (32 + 64) * 2, 8 * 2),
 ])  # fmt: skip
-def test_saved_bytes_are_the_slope_of_two_sizes(precision: str, visual: int, text: int) -> None:
+def test_saved_bytes_are_a_slope_of_two_sizes(precision: str, visual: int, text: int) -> None:
     model = _Towers()
     towers = [find_tower(model, name) for name in ("visual", "text")]
     found = measure_towers(model, towers, model.step, PRECISIONS[precision])
@@ -80,7 +80,7 @@ def test_frozen_tower_runs_once_and_a_trained_one_twice() -> None:
     assert subject.flops_per_pair(cached=True) == frozen + 3 * trained
 
 
-def test_blank_model_takes_no_memory_and_shares_what_it_shared() -> None:
+def test_blank_model_takes_no_memory_and_keeps_shared_weights() -> None:
     model = _Towers()
     model.text.bias = model.visual[2].bias
     model.text.register_buffer("seen", torch.zeros(3))
@@ -92,7 +92,7 @@ def test_blank_model_takes_no_memory_and_shares_what_it_shared() -> None:
     assert model.text.weight.requires_grad
 
 
-def test_tower_that_is_not_called_is_named() -> None:
+def test_error_names_a_tower_that_is_not_called() -> None:
     model = _Towers()
     towers = [find_tower(model, name) for name in ("visual", "text")]
     with pytest.raises(ValueError, match=r"did not call \['text'\]"):
@@ -144,7 +144,7 @@ def test_advice_names_what_to_change(gpu: int, host: int, batch: int, said: str)
     assert said in advice(_subject(), Machine(8, gpu * GIB, host * GIB, 8, 8), batch)
 
 
-def test_plan_of_nothing_says_what_to_pass() -> None:
+def test_plan_without_arguments_says_what_to_pass() -> None:
     with pytest.raises(SystemExit, match="pass either `--config` or `--model`"):
         main(["plan"])
     with pytest.raises(SystemExit, match="must be one of 32-true"):
@@ -177,7 +177,7 @@ def test_model_by_name_has_the_bytes_that_the_paper_table_counts(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("precision", ["BalancedAMP", "PureFP16"])
-def test_open_clips_model_has_the_size_of_transformers(precision: str) -> None:
+def test_model_of_open_clip_has_the_size_of_transformers(precision: str) -> None:
     for package in ("open_clip", "transformers"):
         pytest.importorskip(package)
     from lightning_mp.plan.sources import subject_of_model
@@ -218,7 +218,7 @@ def test_plan_of_a_config_prints_tables_and_advice(
 
 
 class LooksAtValues(GlyphCLIP):
-    """Cannot be made without memory; open_clip's models, which move themselves, cannot either."""
+    """Cannot be made without memory, like models of open_clip, which move to a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class LooksAtValues(GlyphCLIP):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_optimizer_is_the_configs_before_the_models(
+def test_optimizer_of_the_config_precedes_that_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""What a parameter costs, against what is alive after a step of each precision."""
+"""Bytes of a parameter in each precision equal the memory in use after a step."""
 
 import gc
 import logging
@@ -66,7 +66,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
         ("BalancedAMP", 2, "torch.optim.AdamW"),
     ],
 )
-def test_parameter_costs_what_the_table_says(
+def test_bytes_of_a_parameter_equal_the_table(
     name: str, copies_at_rest: int, optimizer: str
 ) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -97,7 +97,7 @@ def test_parameter_costs_what_the_table_says(
     assert 0 <= beside <= (STEPS + 1) * ROWS * WIDTH * 4 + 4096
 
 
-def test_states_are_counted_by_group_and_left_out_where_nothing_is_trained() -> None:
+def test_states_are_counted_by_group_and_only_for_trained_parameters() -> None:
     rows, columns, frozen = nn.Linear(3, 5), nn.Linear(7, 2), nn.Linear(11, 1).requires_grad_(False)
     groups = [
         {"params": [*rows.parameters(), *frozen.parameters()]},
@@ -108,7 +108,7 @@ def test_states_are_counted_by_group_and_left_out_where_nothing_is_trained() -> 
     assert state_bytes([optimizer, optimizer], torch.bfloat16) == 2 * 2 * (3 * 5 + 5)
 
 
-def test_optimizer_that_takes_no_step_is_taken_for_adamw_and_says_so() -> None:
+def test_optimizer_that_cannot_step_is_replaced_by_adamw_in_the_table() -> None:
     model = nn.Linear(64, 64)
     known: dict[str, Any] = {"name": "", "towers": {}, "pair_bytes": 1, "precision": "32-true"}
     subject = Subject.of(model, [torch.optim.LBFGS(model.parameters())], **known)
