@@ -14,8 +14,8 @@ MESSAGES = {
     "loss_scale_low": "The loss scale fell to {value:g}, below {threshold:g}, after "
     "{in_a_row:count skipped step} in a row. At this scale, gradients above {reach:.3g} overflow.",
     "loss_scale_low, forward": "The loss scale fell to {value:g}, below {threshold:g}, after "
-    "{in_a_row:count skipped step} in a row. The loss itself is not finite, which no loss scale "
-    "cures.",
+    "{in_a_row:count skipped step} in a row. The loss itself is not finite, so no loss scale "
+    "helps.",
     "skip_rate": "{skipped} of the last {of:count step} were skipped for overflow, more than "
     "{threshold:.1%} of {window}; the loss scale is {scale:g}.",
     # --- GradientUnderflowMonitor ----------------------------------------------------------------
@@ -23,10 +23,10 @@ MESSAGES = {
     "it was at most {usual:.1%}; {excess:.0%} more is the limit.",
     "gradient_underflow, all": "{value:.1%} of all gradients is exactly zero. At the start it was "
     "at most {usual:.1%}; {excess:.0%} more is the limit.",
-    "gradient_underflow, at once": "{value:.1%} of the gradient of `{tensor}` is exactly zero, and "
-    "{subnormal:.1%} is subnormal: the gradient is too small for its format.",
+    "gradient_underflow, at once": "{value:.1%} of the gradient of `{tensor}` is exactly zero, "
+    "and {subnormal:.1%} is subnormal: the gradient is too small for its dtype.",
     "gradient_underflow, all, at once": "{value:.1%} of all gradients is exactly zero, and "
-    "{subnormal:.1%} is subnormal: gradients are too small for their format.",
+    "{subnormal:.1%} is subnormal: gradients are too small for their dtype.",
     # --- ActivationRangeMonitor ------------------------------------------------------------------
     "activation_headroom": "The output of `{tensor}` reaches {amax:.4g}, {value:.2f} bits below "
     "{largest:g}, the largest {dtype} number. The limit is {threshold:g} bits.",
@@ -40,52 +40,54 @@ MESSAGES = {
     "output_gradient_non_finite": "The gradient of the output of `{tensor}` in {dtype} has "
     "{value:count value} that {value:is} NaN or inf.",
     "activation_underflow": "{value:.1%} of the output of `{tensor}` in {dtype} is exactly zero, "
-    "and as much is close to zero. At the start it was at most {usual:.1%}; {excess:.0%} more is "
-    "the limit.",
+    "and a similar share is nearly zero. At the start it was at most {usual:.1%}; {excess:.0%} "
+    "more is the limit.",
     "output_gradient_underflow": "{value:.1%} of the gradient of the output of `{tensor}` in "
-    "{dtype} is exactly zero, and as much is close to zero. At the start it was at most "
+    "{dtype} is exactly zero, and a similar share is nearly zero. At the start it was at most "
     "{usual:.1%}; {excess:.0%} more is the limit.",
-    "activation_clamped": "`InfClamp` had to clamp {value:count value} of `{tensor}` since the "
-    "last sample, {total:.0f} in all. A healthy run has none.",
+    "activation_clamped": "`InfClamp` clamped {value:count value} of `{tensor}` since the last "
+    "sample, {total:.0f} in total. A healthy run has no clamped values.",
     "attention_logit": "The logits of attention in `{tensor}` reach {value:.4g}, above "
-    "{threshold:g}. A softmax of such logits is one-hot, and queries and keys learn no more.",
-    "attention_logit, growing": "The logits of attention in `{tensor}` reach {value:.4g}, and "
-    "grow: they were {usual:.4g} at the start. At some hundreds a softmax is one-hot, and queries "
-    "and keys learn no more.",
-    "attention_entropy": "The softmax of attention in `{tensor}` narrows to single keys: the "
-    "highest entropy is {value:.4g} times its entropy, was {usual:.4g} times at the start, and "
-    "the ratio grows. Queries and keys of a one-hot softmax learn no more.",
-    "output_logit": "The output logits in `{tensor}` reach {value:.4g}, and grow: they were "
-    "{usual:.4g} at the start. Half precision rounds large logits coarsely.",
-    "output_log_z": "The log Z (RMS) of the output logits in `{tensor}` has grown from {usual:.4g} "
-    "at the start to {value:.4g}. A cross-entropy does not see a number that is added to all "
-    "logits, so nothing stops this drift, and half precision rounds large logits coarsely.",
+    "{threshold:g}. The softmax of such logits is one-hot, so queries and keys stop learning.",
+    "attention_logit, growing": "The logits of attention in `{tensor}` reach {value:.4g} and "
+    "grow; at the start, they reached {usual:.4g}. At several hundred, the softmax is one-hot, so "
+    "queries and keys stop learning.",
+    "attention_entropy": "The softmax of attention in `{tensor}` becomes one-hot: the maximum "
+    "entropy is {value:.4g} times its entropy, was {usual:.4g} times at the start, and the ratio "
+    "grows. Queries and keys of a one-hot softmax stop learning.",
+    "output_logit": "The output logits in `{tensor}` reach {value:.4g} and grow; at the start, "
+    "they reached {usual:.4g}. Half precision rounds large logits coarsely.",
+    "output_log_z": "The log Z (RMS) of the output logits in `{tensor}` has grown from "
+    "{usual:.4g} at the start to {value:.4g}. A constant that is added to all logits does not "
+    "change the cross-entropy, so nothing stops this drift, and half precision rounds large "
+    "logits coarsely.",
     "expert_dead": "The router sends {value:.2%} of the tokens to the expert `{tensor}`; an even "
-    "share is {even:.1%}. The number of experts below a hundredth of that is {count}, of {of}.",
+    "share is {even:.1%}. The number of experts with less than 1% of an even share is {count} of "
+    "{of}.",
     "expert_overloaded": "The router sends {value:.0%} of the tokens to the expert `{tensor}`; an "
     "even share is {even:.1%}.",
     "buffer_jump": "The buffer `{tensor}` has jumped from {usual:.4g} to {value:.4g} since the "
-    "last sample. Evaluation divides by its root, and is wrong until it has faded.",
-    "buffer_non_finite": "The buffer `{tensor}` holds NaN or inf, and was finite before. Training "
-    "may not use it, as the running statistics of a norm; evaluation does.",
+    "last sample. Evaluation divides by its root, so results are wrong until the jump has decayed.",
+    "buffer_non_finite": "The buffer `{tensor}` contains NaN or inf but was finite before. "
+    "Evaluation uses it even if training does not, as with the running statistics of a norm.",
     # --- AdamStateMonitor ------------------------------------------------------------------------
-    "update_rms": "The gradient of `{tensor}` is {value:.3g} times (RMS) what Adam's second moment "
-    "expects, above {threshold:.3g}.",
-    "below_epsilon": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
-    "eps={eps:g}, more than {excess:.0%} above the usual {usual:.1%}. Epsilon sets these steps, "
-    "and they shrink.",
-    "below_epsilon, all": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
-    "eps={eps:g}. Epsilon sets the steps, so that Adam does not adapt them.",
-    "optimizer_state_non_finite": "Adam's moments of `{tensor}` hold NaN or inf, while its "
-    "gradient and weights are finite. Where the second moment is inf, no gradient moves "
-    "the weight again.",
+    "update_rms": "The RMS of the gradient of `{tensor}`, relative to the root of Adam's second "
+    "moment, is {value:.3g}, above {threshold:.3g}.",
+    "below_epsilon": "For {value:.1%} of `{tensor}`, the root of Adam's second moment is below "
+    "eps={eps:g}, more than {excess:.0%} above the usual {usual:.1%}. Epsilon dominates these "
+    "updates and makes them smaller.",
+    "below_epsilon, all": "For {value:.1%} of `{tensor}`, the root of Adam's second moment is "
+    "below eps={eps:g}. Epsilon dominates the updates, so Adam does not adapt them.",
+    "optimizer_state_non_finite": "Adam's moments of `{tensor}` contain NaN or inf, although its "
+    "gradient and weights are finite. A weight whose second moment is inf never changes again.",
     "zero_run": "The gradient of `{tensor}` has been zero in every sample for {value:count step}; "
-    "{threshold:.0f} are the limit. If it returns as it was, its first step is {boost:.3g} times "
-    "as long as before, and up to {limit:.3g} times later on.",
+    "the limit is {threshold:.0f}. If the same gradient returns, its first update is {boost:.3g} "
+    "times as large as before; after a longer run, up to {limit:.3g} times.",
     "update_to_weight": "The next update of `{tensor}` has {value:.3g} times the norm of its "
     "weights, outside [{least:g}, {most:g}].",
-    "stagnant_weights": "The next update leaves {value:.0%} of the weights in half precision as "
-    "they are: it is below half a unit in their last place. `{tensor}` has the most of them.",
+    "stagnant_weights": "The next update does not change {value:.0%} of the weights in half "
+    "precision, because it is below half a unit in the last place. `{tensor}` has the most such "
+    "weights.",
     # --- ParameterMonitor ------------------------------------------------------------------------
     "no_gradient": "{count} of {of} parameters, {value:.0%} of the values that the optimizer "
     "trains, have had no gradient for {steps:count step}. The first of them is `{tensor}`.",
@@ -111,42 +113,43 @@ MESSAGES = {
     "same direction.",
     "feature_rank": "The effective rank of the features of `{tensor}` has fallen from {usual:.1f} "
     "to {value:.1f}, below {threshold:.1f}.",
-    "tower_unchanged": "The features of `{tensor}` do not change, while those of `{other}` do: "
-    "the squared distance from the first sample is {value:.2g} times what sampling explains, and "
-    "{times:.3g} times for `{other}`.",
+    "tower_unchanged": "The features of `{tensor}` do not change, while the features of `{other}` "
+    "do: relative to the sampling error, the squared distance from the first sample is "
+    "{value:.2g} for `{tensor}` and {times:.3g} for `{other}`.",
     "temperature_clamped": "The logit scale of `{tensor}` has been {value:.4g} in the last "
-    "{samples} samples. It stands at its limit.",
+    "{samples} samples. It has reached its limit.",
     # --- SpikeGuard ------------------------------------------------------------------------------
-    "divergence": "The loss{whose} has risen to {value:.4g}, the median of {window} steps, from "
-    "{best:.4g} at its best, around step {best_step:.0f}: above {threshold:.4g}, which noise does "
-    "not explain, and more than half of what was gained since the start.",
-    "divergence, from start": "The loss{whose} has risen to {value:.4g}, the median of {window} "
-    "steps, from {best:.4g} at its start, and never came below that. Noise explains "
-    "{threshold:.4g} at the most.",
-    "stalled_loss": "The loss{whose} rose from {start:.4g} to {peak:.4g} in the first steps. After "
-    "{steps:count step} it is {value:.4g}, and was never clearly below its start.",
-    "stalled_loss, long": "The loss{whose} is {value:.4g} after {steps:count step}, and was never "
-    "clearly below {start:.4g}, where it started.",
-    "gradient_trend": "The gradient norm{whose} has risen to {value:.4g}, the median of {window} "
-    "steps, {times:.1f} times {lowest:.4g} around step {lowest_step:.0f}. It rises for {span} "
-    "steps, while the loss is not at its best.",
+    "divergence": "The median loss{whose} over {window} steps has risen to {value:.4g} from its "
+    "best of {best:.4g} around step {best_step:.0f}. It exceeds {threshold:.4g}, which noise does "
+    "not explain, and more than half of the improvement since the start is lost.",
+    "divergence, from start": "The median loss{whose} over {window} steps has risen to "
+    "{value:.4g} from {best:.4g} at the start, and was never below its start. Noise explains at "
+    "most {threshold:.4g}.",
+    "stalled_loss": "The loss{whose} rose from {start:.4g} to {peak:.4g} in the first steps. "
+    "After {steps:count step}, it is {value:.4g} and was never clearly below its start.",
+    "stalled_loss, long": "The loss{whose} is {value:.4g} after {steps:count step} and was never "
+    "clearly below its start, {start:.4g}.",
+    "gradient_trend": "The median gradient norm{whose} over {window} steps has risen to "
+    "{value:.4g}, {times:.1f} times its minimum of {lowest:.4g} around step {lowest_step:.0f}. It "
+    "has been rising for {span} steps, while the loss is above its best.",
     "level_shift": "The {tensor}{whose} was above its limit of {threshold:.4g} for {patience} "
-    "steps in a row. It is {value:.4g} now, which is taken for the new level. Spikes are called "
-    "again after {again} steps.",
+    "steps in a row. The guard accepts its value, {value:.4g}, as the new level. Spikes are "
+    "reported again after {again} steps.",
     "non_finite_run": "No step{whose} was finite for {value:.0f} steps in a row, so weights or "
     "optimizer states are probably lost.",
-    "non_finite_run, skipped": "No step{whose} was finite for {value:.0f} steps in a row. The loss "
-    "scaler skipped all of them, so that weights and optimizer states are as they were.",
-    "rewind_to_step": "Training went back {undone:count step}, to the checkpoint before step "
-    "{value:.0f}, and left out {left_out} more batches.",
-    "rewind_to_step, short": "Training went back {undone:count step}, to the checkpoint before "
-    "step {value:.0f}, and left out {left_out} more batches. No checkpoint is {wanted} steps back.",
-    "rewind_failed": "No checkpoint to go back to could be read, so training goes on as it is.",
-    "rewind_lost": "Of the checkpoints to go back to, {value:.0f} could not be read.",
+    "non_finite_run, skipped": "No step{whose} was finite for {value:.0f} steps in a row. The "
+    "loss scaler skipped all of them, so weights and optimizer states are unchanged.",
+    "rewind_to_step": "Training rewound by {undone:count step} to the checkpoint before step "
+    "{value:.0f}, and skipped {left_out} more batches.",
+    "rewind_to_step, short": "Training rewound by {undone:count step} to the checkpoint before "
+    "step {value:.0f}, and skipped {left_out} more batches. There was no checkpoint from {wanted} "
+    "steps before.",
+    "rewind_failed": "No checkpoint could be read, so training continues without a rewind.",
+    "rewind_lost": "{value:.0f} of the checkpoints for a rewind could not be read.",
     "non_finite_loss": "The loss{whose} is {value}.",
     "non_finite_loss, known": "The loss{whose} is {value}. Its median before was {median:.4g}.",
-    "non_finite_gradient": "The gradient norm{whose} is {value} while the loss is finite; the "
-    "gradient of `{tensor}` is among those that are not.",
+    "non_finite_gradient": "The gradient norm{whose} is {value}, although the loss is finite. One "
+    "of the non-finite gradients is that of `{tensor}`.",
     "loss_spike": "The loss{whose} is {value:.4g}, its median over the last {window} healthy steps "
     "is {median:.4g}, and the limit of {threshold:.4g} is exceeded (z = {z:.1f}, threshold "
     "{z_threshold:g}).",
@@ -163,24 +166,24 @@ SENTENCES = {
     "stop": "Training stops before this step.",
     "raise": "Training ends before this step.",
     "rewind": "Training rewinds.",
-    "rewinds spent": "All rewinds are used up, so training goes on.",
+    "rewinds spent": "All rewinds are used up, so training continues.",
     "scaler skips": "The loss scaler skips the step.",
     "overflow too": "The scaled gradients overflow, so the loss scaler skips the step.",
     "clipped": "It is clipped to {clip:g}.",
     "usual norm": "The gradient norm is as usual.",
-    "norm too": "The gradient norm is {norm:.4g} and beyond its limit of {norm_limit:.4g} too, the "
-    "largest in `{largest}`.",
+    "norm too": "The gradient norm is {norm:.4g} and also exceeds its limit of {norm_limit:.4g}; "
+    "the largest gradient is that of `{largest}`.",
     # --- what to do ------------------------------------------------------------------------------
-    "locate": "Add `NonFiniteLocator()` to see the module that it comes from.",
+    "locate": "Add `NonFiniteLocator()` to find the module at fault.",
     "clip": "Set `Trainer(gradient_clip_val={clip_val:.2g})`.",
     "safe adam": "Clip updates with `SafeAdamW(clip_update_rms=1.0)`.",
     "warm up": "Lengthen the warm-up from {step} steps or more to {longer} steps.",
     "lower rate": "Lower the learning rate from {rate:.3g} to {fitting_rate:.2g}.",
-    "leave out": "Leave such batches out with `SpikeGuard(action='skip')`.",
+    "leave out": "Skip such batches with `SpikeGuard(action='skip')`.",
     "rare": "A rare overflow of the scaled gradient needs no remedy.",
     "nothing": "This needs no remedy.",
-    "follows": "It follows from what `NonFiniteLocator` found at step {located_step}: see "
-    "`{located}` there.",
+    "follows": "It is a consequence of the alarm of `NonFiniteLocator` at step {located_step} "
+    "about `{located}`.",
 }
 
 REMEDIES = {
@@ -222,18 +225,18 @@ REMEDIES = {
     "gradient_underflow, wide": "No gradient reaches the parameter. Check that its branch is used, "
     "and lower the learning rate if its activations have died.",
     "activation_non_finite": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
-    "'{tensor}'])`, or train with `{plugin}(half='bf16')`. Add `NonFiniteLocator()` to learn where "
-    "these values begin.",
+    "'{tensor}'])`, or train with `{plugin}(half='bf16')`. Add `NonFiniteLocator()` to find the "
+    "source of these values.",
     "activation_non_finite, locator": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
     "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
-    "activation_non_finite, wide": "Add `NonFiniteLocator()` to learn where these values begin.",
+    "activation_non_finite, wide": "Add `NonFiniteLocator()` to find the source of these values.",
     "activation_headroom": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
     "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
     "activation_headroom, wide": "Put a norm before the module, or lower the learning rate to "
     "{lower_rate:.3g}.",
     "norm_input_headroom": "Keep the residual stream in fp32 if the plugin can, or train with "
     "`{plugin}(half='bf16')`.",
-    "norm_input_headroom, wide": "Put a norm behind each branch of the residual stream, or lower "
+    "norm_input_headroom, wide": "Put a norm after each branch of the residual stream, or lower "
     "the learning rate to {lower_rate:.3g}.",
     "attention_logit": "Normalise queries and keys, or lower the learning rate to "
     "{lower_rate:.3g}.",
@@ -249,10 +252,10 @@ REMEDIES = {
     "times the sum over experts of token share times mean probability.",
     "expert_overloaded": "Raise the weight of the load-balancing loss, or add one: the number of "
     "experts times the sum over experts of token share times mean probability.",
-    "buffer_jump": "Take what is far out of range out of the batch, and start the buffer anew, as "
-    "by `reset_running_stats()`.",
-    "buffer_non_finite": "Take what is not finite or far out of range out of the batch, and start "
-    "the buffer anew, as by `reset_running_stats()`.",
+    "buffer_jump": "Remove values far out of range from the batch, and reset the buffer, for "
+    "example with `reset_running_stats()`.",
+    "buffer_non_finite": "Remove values that are not finite or far out of range from the batch, "
+    "and reset the buffer, for example with `reset_running_stats()`.",
     "activation_underflow": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
     "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
     "activation_clamped": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
@@ -261,8 +264,8 @@ REMEDIES = {
     "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
     "output_gradient_non_finite": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or train "
     "with `{plugin}(half='bf16')`.",
-    "output_gradient_non_finite, wide": "Add `NonFiniteLocator()` to learn where these values "
-    "begin.",
+    "output_gradient_non_finite, wide": "Add `NonFiniteLocator()` to find the source of these "
+    "values.",
     "output_gradient_headroom": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or train with "
     "`{plugin}(half='bf16')`.",
     "output_gradient_headroom, wide": "Set `Trainer(gradient_clip_val=1.0)`, or lower the learning "
@@ -272,79 +275,79 @@ REMEDIES = {
     "update_rms": "Use `SafeAdamW(clip_update_rms=1.0)`, or Adam with `betas=(0.9, 0.95)`.",
     "below_epsilon": "Lower epsilon to {lower_eps:g} with states in fp32, or use "
     "`SafeAdamW(rule='atan2')`.",
-    "optimizer_state_non_finite": "Go back to a checkpoint from before, or start these states "
-    "anew by `optimizer.state.pop(parameter)`.",
-    "zero_run": "Use `SafeAdamW(clip_update_rms=1.0)`, or freeze the parameter. Where its units "
-    "have died, put a norm before them; where its gradients underflow, raise the loss scale.",
-    "zero_run, wide": "Use `SafeAdamW(clip_update_rms=1.0)`, or freeze the parameter. Where its "
+    "optimizer_state_non_finite": "Resume from an earlier checkpoint, or reset these states with "
+    "`optimizer.state.pop(parameter)`.",
+    "zero_run": "Use `SafeAdamW(clip_update_rms=1.0)`, or freeze the parameter. If its units have "
+    "died, put a norm before them; if its gradients underflow, raise the loss scale.",
+    "zero_run, wide": "Use `SafeAdamW(clip_update_rms=1.0)`, or freeze the parameter. If its "
     "units have died, put a norm before them.",
-    "update_to_weight": "Lower the learning rate to {lower_rate:.3g}, or warm it up for longer.",
+    "update_to_weight": "Lower the learning rate to {lower_rate:.3g}, or lengthen its warm-up.",
     "update_to_weight, ending": "The schedule is lowering the learning rate already.",
     "update_to_weight, low": "Raise the learning rate of its group, or lower epsilon.",
     "stagnant_weights": "Keep weights in fp32 by `Trainer(plugins=BalancedAMP(half='bf16'))` "
-    "without `precision`, or step them with `SafeAdamW`, which keeps what rounding takes.",
-    "no_gradient": "Look for `.detach()`, `torch.no_grad()` or an unused output between `{tensor}` "
-    "and the loss. Parameters that are not meant to train are better frozen: "
+    "without `precision`, or use `SafeAdamW`, which keeps the rounding errors of updates.",
+    "no_gradient": "Look for `.detach()`, `torch.no_grad()` or an unused output between "
+    "`{tensor}` and the loss. Freeze parameters that are not meant to train: "
     "`parameter.requires_grad_(False)`.",
     "unchanged_weights": "Raise the learning rate: changes of the weights are below half a unit "
     "in the last place.",
     "unchanged_weights, no rate": "Give their group in `configure_optimizers` a learning rate "
-    "above 0, and check the schedule. Parameters that are not meant to train are better frozen: "
+    "above 0, and check the schedule. Freeze parameters that are not meant to train: "
     "`parameter.requires_grad_(False)`.",
     "not_optimized": "Pass them to an optimizer in `configure_optimizers`, or freeze them by "
     "`parameter.requires_grad_(False)`, which saves their gradients.",
     "not_optimized, strange": "Make the optimizer in `configure_optimizers` from "
     "`self.parameters()`, after modules have been copied or replaced.",
-    "vanishing_gradients": "Put a norm or a residual connection into each layer, or an activation "
-    "that does not saturate, such as GELU, between them.",
-    "weight_collapse": "Lower `weight_decay`, or leave the parameter out of it by a group with "
+    "vanishing_gradients": "Add a norm or a residual connection to each layer, or use an "
+    "activation that does not saturate, such as GELU.",
+    "weight_collapse": "Lower `weight_decay`, or move the parameter to a group with "
     "`weight_decay=0`.",
     "weight_growth": "Lower the learning rate to {lower_rate:.3g}, or set a `weight_decay`.",
     "weight_growth, ending": "Set a `weight_decay`.",
     "feature_collapse": "Check that the loss has negatives, or a term for the variance, and that "
     "inputs differ. Then lower the learning rate to {lower_rate:.3g} or lengthen the warm-up, and "
-    "go back to a checkpoint from before.",
+    "resume from an earlier checkpoint.",
     "feature_collapse, from start": "Check that inputs differ and that features are projected "
-    "without an activation behind the projection. Then raise the learning rate of the tower.",
+    "without an activation after the projection. Then raise the learning rate of the tower.",
     "feature_rank": "Enlarge the batch, or lower the learning rate to {lower_rate:.3g}. A loss "
     "with more negatives, or a term for the covariance, spreads features over more directions.",
-    "tower_unchanged": "Check that an optimizer holds the parameters of this tower with a learning "
-    "rate above 0, and that no `.detach()` or `torch.no_grad()` stands between its features and "
-    "the loss. A tower that is locked on purpose is better frozen: "
+    "tower_unchanged": "Check that an optimizer holds the parameters of this tower with a "
+    "learning rate above 0, and that there is no `.detach()` or `torch.no_grad()` between its "
+    "features and the loss. Freeze a tower that is locked on purpose: "
     "`tower.requires_grad_(False)`.",
-    "temperature_clamped": "While the loss falls, this needs no remedy. Otherwise take noisy pairs "
-    "out, or lower the learning rate of the scale.",
-    "level_shift": "If no change of the learning rate or of the data explains it, go back to a "
+    "temperature_clamped": "If the loss still falls, this needs no remedy. Otherwise remove noisy "
+    "pairs, or lower the learning rate of the logit scale.",
+    "level_shift": "If no change of the learning rate or of the data explains it, resume from a "
     "checkpoint before step {first_bad:.0f}.",
-    "non_finite_run": "Go back to a checkpoint before step {first_bad:.0f}, or pass "
+    "non_finite_run": "Resume from a checkpoint before step {first_bad:.0f}, or pass "
     "`SpikeGuard(action='rewind')`.",
-    "non_finite_run, rewinding": "Go back to a checkpoint before step {first_bad:.0f}.",
+    "non_finite_run, rewinding": "Resume from a checkpoint before step {first_bad:.0f}.",
     "non_finite_run, skipped": "Check the data from step {first_bad:.0f} on. Add "
     "`NonFiniteLocator()`, keep the module that it names in fp32 by "
     "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
     "non_finite_run, skipped, locator": "Check the data from step {first_bad:.0f} on. Keep the "
     "module that `NonFiniteLocator` names in fp32 by `{plugin}(fp32_modules=[...])`, or train with "
     "`{plugin}(half='bf16')`.",
-    "rewind_failed": "Go back to a checkpoint of your own, and keep those of `SpikeGuard` by "
-    "`rewind_storage='memory'` or on another disk by `dirpath`.",
-    "rewind_lost": "Keep them by `rewind_storage='memory'` or on another disk by `dirpath`.",
+    "rewind_failed": "Resume from a checkpoint of your own, and pass `rewind_storage='memory'` or "
+    "a `dirpath` on another disk.",
+    "rewind_lost": "Pass `rewind_storage='memory'` or a `dirpath` on another disk.",
     "rewind_to_step": "The learning rate is {rate:.3g} now. This was rewind {rewinds} of "
     "{max_rewinds}.",
-    "divergence": "Go back to a checkpoint of about step {best_step:.0f}, and lower the learning "
+    "divergence": "Resume from a checkpoint of about step {best_step:.0f}, and lower the learning "
     "rate from there on, to {lower_rate:.3g} or less.",
-    "divergence, ending": "Go back to a checkpoint of about step {best_step:.0f}, and halve the "
-    "rates of the schedule from there on.",
-    "divergence, from start": "Start anew with a learning rate of {lower_rate:.3g} or less, or "
-    "with a longer warm-up.",
-    "stalled_loss": "Start anew with a learning rate of {lower_rate:.3g} or less, or with a longer "
+    "divergence, ending": "Resume from a checkpoint of about step {best_step:.0f}, and halve the "
+    "learning rates of the schedule from there on.",
+    "divergence, from start": "Restart with a learning rate of {lower_rate:.3g} or less, or with "
+    "a longer warm-up.",
+    "stalled_loss": "Restart with a learning rate of {lower_rate:.3g} or less, or with a longer "
     "warm-up.",
-    "stalled_loss, long": "If it should learn by now, compare it with a run at a tenth and at ten "
-    "times the learning rate, and check that the targets belong to their inputs.",
+    "stalled_loss, long": "If the loss should have fallen by now, compare runs at a tenth of and "
+    "at ten times the learning rate, and check that targets belong to their inputs.",
     "gradient_trend": "Set `Trainer(gradient_clip_val={lowest:.2g})`, or lower the learning rate "
     "to {lower_rate:.3g}.",
     "gradient_trend, ending": "Set `Trainer(gradient_clip_val={lowest:.2g})`.",
-    "loss_spike": "Lower the learning rate to half.",  # where a verdict names no other way
-    "gradient_spike": "Lower the learning rate to half.",
-    "non_finite_loss": "Look at the alarm of `NonFiniteLocator`.",
-    "non_finite_gradient": "Look at the alarm of `NonFiniteLocator`.",
+    "loss_spike": "Halve the learning rate.",
+    "gradient_spike": "Halve the learning rate.",
+    "non_finite_loss": "See the alarm of `NonFiniteLocator`.",
+    "non_finite_gradient": "See the alarm of `NonFiniteLocator`.",
 }

@@ -132,8 +132,8 @@ def test_alarm_about_skipped_steps_says_that_weights_are_unchanged() -> None:
     watch(model, [guard], BalancedAMP(loss_scale="dynamic"))
     run = next(alarm for alarm in guard.alarms if alarm.kind == "non_finite_run")
     assert run.step == 12
-    assert "weights and optimizer states are as they were" in run.message
-    assert "Go back" not in run.remedy
+    assert "weights and optimizer states are unchanged" in run.message
+    assert "Resume" not in run.remedy
     for before, after in zip(states[5], states[-1], strict=True):
         assert torch.equal(before, after)
 

@@ -50,7 +50,7 @@ def test_seventeen_overflows_raise_an_alarm_before_the_floor(plugin: Any, optimi
     assert monitor.skipped_in_a_row == 0
     assert monitor.scale == (1.0 if isinstance(plugin(), BalancedAMP) else 0.5)
     assert "fp32_modules" in floor.remedy
-    assert "The loss itself is not finite, which no loss scale cures." in low.message
+    assert "The loss itself is not finite, so no loss scale helps." in low.message
     assert "learning rate" not in low.remedy
 
 

@@ -192,7 +192,7 @@ def mark_step(watch: SpikeGuard, index: int) -> int:
     """Return the optimizer step to which a rewind returned."""
     said = [alarm for alarm in watch.alarms if alarm.kind == "rewind_to_step"]
     before = sum(
-        int(alarm.message.split("went back ")[1].split()[0]) for alarm in said[: index + 1]
+        int(alarm.message.split("rewound by ")[1].split()[0]) for alarm in said[: index + 1]
     )
     return said[index].step + 1 - before - (index + 1)
 

@@ -338,7 +338,7 @@ FAILURES = [
         settings={"before": spoil_state, "steps": 400, "lr": 1e-3, "share": 0.6},
         monitor="AdamStateMonitor", kind="optimizer_state_non_finite",
         tensors=("network.2.weight",), from_step=STEP, step=STEP,
-        advises="start these states anew",
+        advises="reset these states",
         cure="new states", remedy={"before": spoil_and_reset_state},
     ),
     Planted(
