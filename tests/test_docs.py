@@ -180,8 +180,9 @@ def test_figures_equal_the_output_of_their_script(monkeypatch: pytest.MonkeyPatc
     runpy.run_path(str(ROOT / "docs" / "_tools" / "figures.py"), run_name="__main__")
     monkeypatch.undo()
     assert drawn == {path: path.read_text() for path in drawn}
-    measured = ROOT / "docs/images/preflight.svg"  # by docs/_tools/preflight_picture.py
-    assert {*(ROOT / "docs/images").glob("*.svg")} == {*drawn, measured}
+    # By docs/_tools/preflight_picture.py and docs/_tools/doctor_picture.py.
+    measured = {ROOT / "docs/images/preflight.svg", ROOT / "docs/images/doctor.svg"}
+    assert {*(ROOT / "docs/images").glob("*.svg")} == {*drawn, *measured}
 
 
 def test_readme_links_resolve() -> None:

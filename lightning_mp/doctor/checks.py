@@ -106,7 +106,8 @@ def optimizer_states(run: StartedRun) -> Iterator[Finding]:
                 f"`{type(optimizer).__name__}` keeps the states of {_count(half)} in {dtype}.",
                 "Moments and weights stop changing when an update is below half a unit in the last "
                 "place of the dtype.",
-                "plugins: BalancedAMP, or optimizer: SafeAdamW, which keep states in fp32.",
+                "plugins: BalancedAMP without `precision`, or optimizer: SafeAdamW, which keep "
+                "states in fp32.",
             )
 
 
@@ -122,7 +123,7 @@ def accumulation(run: StartedRun) -> Iterator[Finding]:
             "wrong",
             f"`accumulate_grad_batches={batches}` adds gradients of {dtype}.",
             f"A gradient below {torch.finfo(dtype).eps / 2:.1e} of the accumulated sum is lost.",
-            "plugins: BalancedAMP, which accumulates in fp32.",
+            "plugins: BalancedAMP without `precision`, which accumulates in fp32.",
         )
 
 
@@ -136,7 +137,8 @@ def checkpoint_dtype(run: StartedRun) -> Iterator[Finding]:
                 "advice",
                 f"{_count(half)}, such as `{half[0]}`, are saved in half precision.",
                 "A run that loads the checkpoint in fp32 starts from rounded weights.",
-                "plugins: BalancedAMP or PureFP16, whose checkpoints hold fp32.",
+                "plugins: BalancedAMP or PureFP16 without `precision`, whose checkpoints hold "
+                "fp32.",
             )
 
 
@@ -155,8 +157,7 @@ def batch_norm(run: StartedRun) -> Iterator[Finding]:
             yield Finding(
                 "BatchNorm in a tower",
                 "wrong",
-                f"The tower `{name}` has BatchNorm ({len(norms)} layers, such as "
-                f"`{name}.{norms[0]}`).",
+                f"The tower `{name}` has BatchNorm, first in `{name}.{norms[0]}`.",
                 "BatchNorm normalises by the statistics of a micro-batch, so the gradients differ "
                 "from those of the rank batch.",
                 "Replace BatchNorm by LayerNorm or GroupNorm, or freeze it (`eval()`).",
