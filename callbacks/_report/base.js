@@ -48,7 +48,7 @@ function niceTicks(low, high, most) {
   return ticks;
 }
 
-// One label every so many powers, between the ends of the data.
+// One label every few powers, between the ends of the data.
 function powerTicks(low, high, base, most) {
   const log = (x) => Math.log(x) / Math.log(base);
   const first = Math.ceil(log(low) - 1e-9);
@@ -59,7 +59,7 @@ function powerTicks(low, high, base, most) {
   return ticks;
 }
 
-// Powers of ten; where they are few, 2 and 5 times them too.
+// Powers of ten; if there are few, also 2 and 5 times these powers.
 function logTicks(low, high) {
   const powers = powerTicks(low, high, 10, 5);
   if (powers.length > 2) return powers;
@@ -78,7 +78,7 @@ function formatStep(step) {
   return step.toLocaleString("en", { maximumFractionDigits: 6 });
 }
 
-// Index of the last of sorted numbers that is not above a value; 0 if all are.
+// Index of the last of sorted numbers that is at most a value; 0 if all are larger.
 function lastUpTo(sorted, value) {
   let low = 0;
   let high = sorted.length;

@@ -1,5 +1,5 @@
-// Heat maps: one row a tensor, steps to the right. The further from the background, the worse.
-// Lightness alone tells the order, so it reads the same with any kind of colour vision.
+// Heat maps: one row per tensor, steps to the right. Worse values differ more from the background.
+// Lightness alone shows the order, so that the map is readable with any colour vision.
 const RAMPS = {
   light: [[250, 244, 228], [246, 214, 158], [233, 165, 92], [205, 104, 68], [152, 48, 72], [84, 18, 70], [30, 4, 46]],
   dark: [[33, 33, 56], [66, 44, 98], [122, 56, 116], [184, 76, 104], [232, 120, 84], [250, 180, 104], [255, 240, 190]],
@@ -8,7 +8,7 @@ const ROW = 18;
 const FIRST_ROWS = 30;
 const clamp = (x) => Math.min(Math.max(x, 0), 1);
 
-// How bad a value is, from 0 to 1, and the labels of the scale.
+// The severity of a value, from 0 to 1, and the labels of the scale.
 function meaningOf(map) {
   if (map.name.includes("zero_share")) {
     return { unit: "share", bad: (v) => Math.sqrt(clamp(v)), ticks: [[0, "0%"], [0.05, "5%"], [0.25, "25%"], [1, "100% zero"]] };
@@ -77,15 +77,15 @@ function scaleOf(meaning, hasEmpty, hasZero, hasInfinite) {
   return make("div", { class: "scale" }, canvas, ticks, swatches);
 }
 
-// How many parts all dotted names begin with.
+// The number of parts with which all dotted names begin.
 function sharedParts(names) {
   const [first, ...others] = names.map((name) => name.split(".").slice(0, -1));
   const end = first.findIndex((part, i) => others.some((parts) => parts[i] !== part));
   return end < 0 ? first.length : end;
 }
 
-// A dotted name in so many characters. What all rows begin with goes first, then parts become
-// their first letter, from the left. Numbers stay, as they tell layers apart.
+// Shorten a dotted name to a number of characters: drop parts that all rows have in common, then cut
+// parts to their first letter, from the left. Numbers stay, because they distinguish layers.
 function fitName(name, most, shared) {
   if (name.length <= most) return name;
   const parts = name.split(".").slice(shared);
@@ -96,7 +96,7 @@ function fitName(name, most, shared) {
   return text();
 }
 
-// The worst of the columns that share a pixel, so that a narrow screen hides nothing.
+// The worst column of each pixel, so that a narrow screen hides nothing.
 function paintRow(context, map, meaning, row, y, width, edges, colours) {
   let x = 0;
   let column = 0;

@@ -1,4 +1,4 @@
-// Time lines: curves over steps, with alarms and values that are not finite, and one cross for all.
+// Time lines: curves over steps with alarms and non-finite values, and one cursor for all curves.
 const SIGNS = { error: "◆", warning: "▲", info: "●" };
 const RANKS = ["info", "warning", "error"];
 const crosses = [];
@@ -38,7 +38,7 @@ function axisOf(line) {
   return { log: false, low: bottom, high: high + pad, ticks: niceTicks(bottom, high + pad, 4) };
 }
 
-// Alarms closer than a finger and their number are one sign: the worst of them.
+// Alarms that are too close for a finger share one sign, that of the worst, with their number.
 function clustersOf(toX) {
   const clusters = [];
   data.alarms.forEach(([step, level, text], index) => {
@@ -106,7 +106,7 @@ function paintLine(svg, line, width, isFirst) {
   return { cross, toX, toStep: (x) => ((x - left) / (width - left - right)) * lastStep };
 }
 
-// What a curve says at a step: the last value up to it, or that it was not finite.
+// The text of a curve at a step: the last value up to the step, or a non-finite value.
 function readAt(line, step) {
   const bad = line.curve.bad.find(([at]) => at === step);
   if (bad) return [step, format(bad[1])];
@@ -171,7 +171,7 @@ function showLines() {
   }
 }
 
-// The list of alarms: folded where it is long, filtered by level, and opened by links to it.
+// The list of alarms: folded if it is long, filtered by level, and opened by links to an alarm.
 function showAlarms() {
   const list = document.querySelector("ol.alarms");
   if (!list) return;
@@ -197,7 +197,7 @@ function showAlarms() {
     item.scrollIntoView({ block: "center" });
   };
   addEventListener("hashchange", goTo);
-  // A second click on the same sign changes no hash.
+  // A second click on the same sign does not change the hash.
   document.getElementById("charts").addEventListener("click", (event) => event.target.closest("a") && setTimeout(goTo));
   goTo();
   list.addEventListener("click", (event) => {

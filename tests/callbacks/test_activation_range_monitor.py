@@ -140,7 +140,7 @@ def test_outputs_in_any_container_are_measured(wrap: Any) -> None:
     sampler.start()
     module(x)
     module(x * 2)
-    module(x * 4)  # one too many
+    module(x * 4)  # beyond `max_calls`
     sampled = sampler.stop()
     assert sampled is not None
     keys, table = sampled
@@ -233,7 +233,7 @@ def test_blocks_and_inputs_of_norms_are_measured_and_masks_raise_no_alarm() -> N
     assert {kind for kind, _ in alarms} <= {"activation_headroom", "norm_input_headroom"}
     assert ("activation_headroom", "network.1.mask") in alarms  # the first of those it reaches
     near = alarms["norm_input_headroom", "network.1.norm"]
-    # Each step adds one bit, so that none is left after as many steps as bits.
+    # Each step adds one bit, so the headroom in bits is the number of remaining steps.
     assert near.value is not None
     last = float(near.message.partition("by about step ")[2].partition(". ")[0])
     assert abs(last - (near.step + near.value)) <= 2

@@ -89,7 +89,7 @@ def test_stagnant_weights_are_those_that_a_step_does_not_change(
     weights = torch.randn(200, 50) * 10 ** torch.randn(200, 50)
     p = nn.Parameter(weights.to(dtype))
     optimizer = AdamW([p], lr=1e-3, weight_decay=0.0, foreach=False)
-    # Moments in fp32, as of an optimizer that keeps them so.
+    # Moments in fp32, as with an optimizer that keeps fp32 states.
     fp32 = {"exp_avg": torch.randn(200, 50), "exp_avg_sq": torch.rand(200, 50) + 0.1}
     optimizer.state[p] = {"step": torch.tensor(500.0), **fp32}
     gradient = torch.randn(200, 50).to(dtype)
@@ -147,7 +147,7 @@ def test_long_run_without_gradient_raises_an_alarm_before_the_gradient_returns()
     watch(model, [watcher])
     runs = [alarm for alarm in watcher.alarms if alarm.kind == "zero_run"]
     assert [(a.step, a.tensor, a.value) for a in runs] == [(600, "network.2.weight", 500)]
-    # 500 steps let v decay to 0.999^501 + 0.001 = 0.607, and steps grow by its inverse root.
+    # In 500 steps, v decays to 0.999^501 + 0.001 = 0.607; updates grow by its inverse root.
     assert "1.28 times as large as before; after a longer run, up to 31.6" in runs[0].message
     assert "clip_update_rms" in runs[0].remedy
     column = dict(watcher.history.maps["update_rms"]["columns"])
@@ -213,8 +213,8 @@ def test_update_too_large_or_small_for_its_weight_raises_an_alarm(lr: float, is_
     watcher = monitor()
     watch(Watched(None, lambda p: Adam(p, lr=lr), steps=40, sabotage=pin), [watcher])
     alarm = next(a for a in watcher.alarms if a.tensor == "network.0.weight")
-    # One that is too low needs no baseline: the first sample that Adam has a state in, and where
-    # the rate is seen not to rise the second.
+    # A low ratio needs no baseline: it is judged in the first sample with a state, or in the second
+    # sample, which shows that the learning rate does not rise.
     assert (alarm.kind, alarm.step) == ("update_to_weight", 10 if is_high else 2)
     assert alarm.value == pytest.approx(lr / 0.5, rel=1e-4)
     assert alarm.threshold == (10.0 if is_high else 1e-8)
@@ -263,11 +263,11 @@ def as_bitsandbytes(parameter: Tensor) -> dict[str, Any]:
 
 
 def as_torchao(parameter: Tensor) -> dict[str, Any]:
-    if parameter.numel() == 1:  # small ones stay in fp32 there
+    if parameter.numel() == 1:  # small states are not quantized
         return {}
     state = {"step": torch.ones(())}
     for name in ("exp_avg", "exp_avg_sq"):
-        state[name] = torch.full_like(parameter, torch.inf)  # nobody may look at these
+        state[name] = torch.full_like(parameter, torch.inf)  # must not be measured
         state[name].codes = torch.zeros(parameter.shape, dtype=torch.uint8)
     return state
 

@@ -78,7 +78,7 @@ def test_calls_belong_to_the_innermost_running_module_and_outputs_do_not_change(
     expected = helper(*tensors())
     with FunctionMode(names, lambda name, found: seen.append(name)):
         torch.testing.assert_close(model[0](*tensors()), expected, rtol=0, atol=0)
-        helper(*tensors())  # of no module
+        helper(*tensors())  # called outside all modules
     model[0](*tensors())
     assert seen == ["0"]
 
@@ -151,7 +151,7 @@ class Eager(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         logits = (query @ key.mT / 8**0.5).masked_fill(~CAUSAL, torch.finfo(query.dtype).min)
-        return (self.soften(logits) @ value).flatten(1).softmax(dim=-1)  # that one is no attention
+        return (self.soften(logits) @ value).flatten(1).softmax(dim=-1)  # the last is no attention
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_largest_unmasked_logit_of_eager_attention_is_measured(soften: Any) -> N
     query, key, value = tensors()
     with FunctionMode({"eager": model}, lambda *call: seen.append(call)):
         model(query, key, value)
-    # The softmax of two dimensions is no attention, and finds nothing.
+    # The softmax of two dimensions is not attention and is not measured.
     (name, found), (_, nothing) = seen
     assert (name, nothing) == ("eager", {})
     logits = found["attention_logit"]

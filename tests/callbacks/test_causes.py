@@ -56,7 +56,7 @@ def test_one_huge_pixel_is_named_instead_of_the_convolution() -> None:
     assert (alarm.step, alarm.tensor) == (4, "batch[0]" if alarm.tensor == "batch[0]" else "batch")
     assert "held 1e+06 when it came from the data loader" in alarm.message
     limit = float(alarm.remedy.partition("clamp(-")[2].partition(",")[0])
-    assert 2 < limit < 5  # of normal values 99.9% are within 3.3
+    assert 2 < limit < 5  # 99.9% of normally distributed values are within 3.3
     cured = NonFiniteLocator(repeated=1)
     watch(Convolves(pixel=1e6, limit=limit), [cured], BalancedAMP(loss_scale=1.0))
     assert said(cured) == []
@@ -114,7 +114,7 @@ def test_one_nan_weight_raises_one_alarm_and_the_rest_are_notes() -> None:
     watch(Watched(steps=60, sabotage=spoil), monitors)
     (alarm,) = said(*monitors)
     assert (alarm.step, alarm.kind, alarm.tensor) == (20, "non_finite", "network.0.weight")
-    assert "NonFiniteLocator(" not in alarm.remedy  # it is there
+    assert "NonFiniteLocator(" not in alarm.remedy  # the run has a locator
     notes = [a for m in monitors for a in m.alarms if a.severity == "info"]
     assert {note.kind for note in notes} >= {"non_finite_loss", "activation_non_finite"}
     assert all("`network.0.weight`" in note.remedy for note in notes)
@@ -168,7 +168,7 @@ def test_dead_layer_is_named_instead_of_its_neighbours(layer: int) -> None:
     watch(Watched(steps=80, sabotage=kill), [monitor])
     (alarm,) = [each for each in monitor.alarms if each.kind == "zero_run"]
     assert str(alarm.tensor).rpartition(".")[0] == f"network.{layer}"
-    assert "There are" in alarm.message  # with how many follow from it
+    assert "There are" in alarm.message  # the number of affected tensors
 
 
 def test_overflow_in_the_forward_is_not_attributed_to_gradients() -> None:

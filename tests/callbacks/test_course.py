@@ -38,7 +38,7 @@ def test_divergence_is_found_for_any_sign_and_noise(offset: float, noise: float)
     loss = offset + falling() + rise + noise * rng.standard_normal(len(STEPS))
     found = judged(loss)
     assert [kind for _, kind, _ in found] == ["divergence"]
-    # Half of what was gained is lost again at step 750; a level is 16 steps late, and 32 must pass.
+    # Half of the improvement is lost at step 750; a level is 16 steps late and must last 32 steps.
     assert 750 <= found[0][0] <= 750 + 16 + 32 + 32
 
 

@@ -27,7 +27,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
         write(path, "half of the new \ud800")
     with pytest.raises(OSError, match="File too large") as caught, full_disk():
         write(path, b"x" * 100_000)
-    assert caught.value.filename == str(path)  # and no temporary one
+    assert caught.value.filename == str(path)  # not the temporary file
     with full_disk(), pytest.raises(Exception, match="enforce fail|File too large"):
         save(path, lambda file: torch.save(torch.zeros(100_000), file))
     assert path.read_text() == "old"

@@ -20,7 +20,7 @@ def test_entropy_share_over_unmasked_keys_equals_a_float64_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(2, 4, 7, 9, generator=generator)
     hidden = torch.ones(7, 9, dtype=torch.bool).triu(1)
-    hidden[0] = True  # a row without any key
+    hidden[0] = True  # a fully masked row
     share = entropy_share(logits.masked_fill(hidden, -torch.inf))
     rows = []
     for row in range(7):

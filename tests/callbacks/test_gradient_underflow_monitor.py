@@ -66,7 +66,7 @@ def test_parameter_whose_gradient_stops_is_named() -> None:
     watch(Watched(None, still, steps=80, sabotage=stop), [watcher])
     alarm = first(watcher, "gradient_underflow")
     assert (alarm.tensor, alarm.value, alarm.severity) == ("network.0.weight", 1.0, "error")
-    # Six samples in a row: after n with a gradient, the chance of k without is (n + 2)^-k.
+    # Six consecutive samples: after n samples with a gradient, k without have chance (n + 2)^-k.
     assert 40 < alarm.step <= 70
     assert "No gradient reaches the parameter" in alarm.remedy
 
@@ -153,7 +153,7 @@ def test_expert_is_dead_only_if_no_batch_uses_it() -> None:
     for share in (0.85, 0.5, 0.2):
         used = (torch.rand(400, generator=generator) < share).tolist()
         assert judged([(0.2 if each else 1.0, 0.0) for each in used]) == [None] * 400, share
-        # 1 / (n + 2), or the share without, to the power of the run is below 1e-6.
+        # The larger of 1 / (n + 2) and the share without gradient, to the power k, is below 1e-6.
         said = judged([(0.2 if each else 1.0, 0.0) for each in [*used, *[False] * 120]])[400:]
         first = next(at for at, each in enumerate(said) if each is not None)
         unused = 1 - sum(used) / 400

@@ -16,7 +16,7 @@ def forecast(bits: list[float], every: int = 20) -> int | None:
 
 
 def test_overflow_of_steady_growth_is_forecast_to_the_step() -> None:
-    # It doubles every 100 steps from 64 on, and passes 65504 after almost 10 doublings.
+    # The value doubles every 100 steps from 64 on and exceeds 65504 after almost 10 doublings.
     bits = [math.log2(65504 / 64) - 0.2 * at for at in range(10)]
     assert forecast(bits) == int(100 * math.log2(65504 / 64))
 
@@ -29,14 +29,14 @@ def test_shrinking_values_and_few_samples_have_no_forecast() -> None:
 def test_noise_has_a_forecast_in_fewer_than_one_of_200_cases() -> None:
     rng = np.random.default_rng(0)
     found = [forecast((5 + rng.standard_normal(10)).tolist()) for _ in range(1000)]
-    # Beyond 6 errors at 8 degrees of freedom, one side: 1.6e-4.
+    # One-sided probability of 6 standard errors with 8 degrees of freedom: 1.6e-4.
     assert sum(each is not None for each in found) <= 5
 
 
 def test_forecast_uses_unscaled_gradients() -> None:
     rule = GrowthRule()
     for at in range(12):
-        scale = at  # doubles with every sample, while gradients stay as they are
+        scale = at  # doubles with every sample, while gradients are constant
         rule.add("g", at, (9.0 - scale) + scale)
     assert rule.overflow_step("g", left=11) is None
     for at in range(12, 28):

@@ -57,7 +57,7 @@ def monitors() -> list[InstabilityMonitor]:
 
 def check_silence(watching: list[InstabilityMonitor]) -> None:
     alarms = [alarm for monitor in watching for alarm in monitor.alarms]
-    # An overflow now and then is how a dynamic loss scale finds its height: a note, no alarm.
+    # A dynamic loss scale finds its level by occasional overflows, which are notes.
     assert [alarm.message for alarm in alarms if alarm.severity != "info"] == []
     assert [monitor.samples >= 25 for monitor in watching[1:4]] == [True] * 3
 

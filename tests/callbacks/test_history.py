@@ -69,7 +69,7 @@ def test_steps_that_a_resumed_run_repeats_are_dropped() -> None:
     history.forget_from(5)
     assert history.curves["norm"] == [(0, 0.0)]
     history.add_point("norm", 5, 7.0)
-    history.add_column("m", 9, {"a": 8.0})  # no part of the column that was forgotten
+    history.add_column("m", 9, {"a": 8.0})  # not merged with the dropped column
     assert history.curves["norm"] == [(0, 0.0), (5, 7.0)]
     assert history.maps["m"]["columns"] == [(0, [0.0]), (9, [8.0])]
 

@@ -76,7 +76,7 @@ def test_report_without_monitors_and_logger_has_loss_and_gradient_norm(tmp_path:
     data = _data(tmp_path)
     assert _values(data, "loss") == pytest.approx(dict(enumerate(model.losses)), rel=1e-4)
     assert _values(data, "gradient_norm") == pytest.approx(dict(enumerate(model.norms)), rel=1e-4)
-    assert min(model.norms) > 0.02  # so that a norm after clipping would differ
+    assert min(model.norms) > 0.02  # a norm after clipping would differ
     assert data["run"]["has_loss_scale"] is False
     assert dict(data["run"]["facts"])["Precision"] == "Precision(precision=32-true)"
     assert data["run"]["end"]["how"] == "finished"
@@ -153,7 +153,7 @@ def test_report_in_manual_optimization_has_the_backpropagated_losses(
     tmp_path: Path, backward: str
 ) -> None:
     model = Manual(steps=7)
-    if backward == "tensor":  # Lightning does not see it, but what was returned
+    if backward == "tensor":  # Lightning sees only the returned loss
         model.manual_backward = lambda loss: loss.backward()  # type: ignore[method-assign]
     watch(model, [InstabilityReport(dirpath=str(tmp_path))])
     is_known = lambda step: backward != "tensor" or step % 3 != 2  # noqa: E731
@@ -298,7 +298,7 @@ def _train_until_killed(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     report = InstabilityReport(dirpath=folder, every_n_seconds=10)
-    report._pace = _Pace(10, clock=lambda: float(report._steps))  # a second a step
+    report._pace = _Pace(10, clock=lambda: float(report._steps))  # one second per step
     watch(Watched(steps=40, sabotage=kill), [report])
 
 
@@ -349,7 +349,7 @@ def test_report_used_for_a_second_run_forgets_the_first(tmp_path: Path) -> None:
     assert _data(tmp_path)["curves"]["loss"]["bad_count"] >= 1
     model = Told(steps=4)
     watch(model, [report])
-    assert report.path == tmp_path / "instability-v1.html"  # and the first has its own
+    assert report.path == tmp_path / "instability-v1.html"  # the first run keeps its page
     data = _data(tmp_path, "instability-v1.json")
     assert _values(data, "loss") == pytest.approx(dict(enumerate(model.losses)), rel=1e-4)
     assert data["curves"]["loss"]["bad"] == []

@@ -209,7 +209,7 @@ def test_data_of_a_map_merge_optimizers_and_mark_missing_values() -> None:
 @pytest.mark.parametrize(
     ("name", "values", "first"),
     [
-        # The embedding's zeros are usual; those of `sinking` are new.
+        # The embedding has zeros from the start; the zeros of `sinking` are new.
         ("gradient_zero_share", {"embedding": [0.9, 0.9], "sinking": [0.0, 0.3]}, "sinking"),
         ("gradient_headroom_bits", {"far": [9.0, 8.0], "near": [12.0, 1.0]}, "near"),
         ("update_rms", {"calm": [1.0, 1.1], "wild": [1.0, 4.0]}, "wild"),
@@ -330,7 +330,7 @@ def test_rebuild_of_a_file_damaged_in_one_part_shows_the_others(tmp_path: Path, 
     assert data["lines"][0]["curve"] == (None if part == "curves" else whole()["curves"]["loss"])
     assert len(data["maps"]) == (part != "maps")
     assert page.count('<li id="alarm-') == (0 if part == "alarms" else 3)
-    assert "first at step 3" in page  # told by the alarms, or without them
+    assert "first at step 3" in page  # with and without the alarms
 
 
 @pytest.mark.parametrize("part", ["run", "counts", "first", "alarms", "curves", "maps"])
@@ -351,6 +351,6 @@ def test_rebuild_keeps_a_page_of_another_program(tmp_path: Path) -> None:
     (tmp_path / "run.html").write_text("<h1>My run</h1>")
     assert rebuild_page(tmp_path) == tmp_path / "run-v1.html"
     assert (tmp_path / "run.html").read_text() == "<h1>My run</h1>"
-    (tmp_path / "run.html").write_text(report_page(_data()))  # of an earlier time
+    (tmp_path / "run.html").write_text(report_page(_data()))  # an earlier report
     assert rebuild_page(tmp_path) == tmp_path / "run.html"
     assert (tmp_path / "run.html").read_text() == report_page(whole())

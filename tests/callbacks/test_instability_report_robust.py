@@ -65,7 +65,7 @@ def _train_until_killed(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     report = InstabilityReport(dirpath=folder)
-    report._pace = _Pace(30, clock=lambda: 0.0)  # the time for another never comes
+    report._pace = _Pace(30, clock=lambda: 0.0)  # no further write is due
     saving = ModelCheckpoint(folder, filename="last", every_n_train_steps=20)
     monitor = AlarmAt(10, 25)
     watch(
@@ -84,7 +84,7 @@ def test_killed_run_keeps_its_last_alarm_and_the_resumed_run_continues_the_page(
     assert exit_code_of(_train_until_killed, str(tmp_path)) == -signal.SIGKILL
     data, page = _data(tmp_path / "instability.json"), tmp_path / "instability.html"
     assert [alarm["step"] for alarm in data["alarms"]] == [10, 25]
-    assert data["curves"]["loss"]["steps"] == list(range(26))  # the alarm's own too
+    assert data["curves"]["loss"]["steps"] == list(range(26))  # including the step of the alarm
     assert "It is odd." in page.read_text()
     folder = tmp_path / "version_1" if elsewhere else tmp_path  # as of a logger's new version
     resumed = InstabilityReport(dirpath=str(folder))
@@ -113,7 +113,7 @@ def test_runs_that_share_a_folder_have_separate_reports(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        # From 0 on, each report takes 1 s, of which 20 s of rest follow at least.
+        # Each write takes 1 s and is followed by at least 20 s without a write.
         ([(5, False), (29, False), (30, False)], [False, False, True]),
         ([(5, True), (20, True), (21, True)], [False, False, True]),
     ],
@@ -184,7 +184,7 @@ def test_report_whose_folder_cannot_be_made_yet_is_written_later(
     alarms = _data(tmp_path / "run" / "instability.json")["alarms"]
     assert [alarm["step"] for alarm in alarms] == [1, 2, 4]
     assert len(list((tmp_path / "run" / "tensors").iterdir())) == 3
-    # Tried at the start, at two alarms, and at three samples.
+    # Writes are tried at the start, at two alarms, and at three samples.
     told = _texts(list(recwarn), "could not")
     assert [text.split("`")[1] for text in told] == ["InstabilityReport", "TensorCollector"]
 
@@ -223,7 +223,7 @@ def test_resumed_report_is_written_despite_damaged_earlier_data(tmp_path: Path, 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         watch(Watched(steps=40), [resumed, AlarmAt(30)], ckpt_path=str(tmp_path / "last.ckpt"))
-    # The alarm that no checkpoint has is read from the data where they are ours.
+    # The alarm that no checkpoint contains is read from the data of the same run.
     known = [25] if how in ("cut off behind", "later") else []
     assert [alarm["step"] for alarm in _data(path)["alarms"]] == [10, *known, 30]
     assert "finished" in _data(path)["run"]["end"]["how"]
@@ -283,7 +283,7 @@ def test_report_is_logged_through_the_interface_of_each_logger(tmp_path: Path) -
     said = text.tensor_proto.string_val[0].decode()
     assert said.startswith("1 warning; first at step 2: It is odd.\n")
     assert "- warning at step 2: It is odd. Look." in said
-    for logger in (wandb, mlflow, comet):  # every one gets the numbers too
+    for logger in (wandb, mlflow, comet):  # every logger also gets the metrics
         assert (2, {"instability/odd": 2.5}) in logger.metrics
 
 
@@ -394,7 +394,7 @@ def test_alerts_pending_at_the_end_of_training_arrive(server: tuple[str, list[An
 def test_alert_that_does_not_arrive_warns_without_the_url_and_training_continues(
     tmp_path: Path, server: tuple[str, list[Any]], target: str
 ) -> None:
-    # Port 1 is privileged, and nothing of a test listens there.
+    # Port 1 is privileged, so no test listens there.
     url = f"{server[0]}/broken" if target == "answers-500" else "http://127.0.0.1:1/secret"
     report = InstabilityReport(dirpath=str(tmp_path), alert=url)
     with pytest.warns(UserWarning, match="could not send an alarm to a URL") as caught:

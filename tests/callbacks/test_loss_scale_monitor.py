@@ -42,11 +42,11 @@ def test_seventeen_overflows_raise_an_alarm_before_the_floor(plugin: Any, optimi
     monitor = LossScaleMonitor()
     watch(Watched(None, optimizer, steps=30, factor=overflowing(5, 17)), [monitor], plugin())
     low = first(monitor, "loss_scale_low")
-    assert (low.step, low.value, low.severity) == (11, 512.0, "warning")  # the seventh
+    assert (low.step, low.value, low.severity) == (11, 512.0, "warning")  # seventh overflow
     assert monitor.skipped_steps == 17
     assert kinds(monitor)[0][:2] == (11, "loss_scale_low")
     floor = first(monitor, "loss_scale_floor")
-    assert (floor.step, floor.severity) == (21, "error")  # the sixteenth took it to 1
+    assert (floor.step, floor.severity) == (21, "error")  # the sixteenth overflow led to 1
     assert monitor.skipped_in_a_row == 0
     assert monitor.scale == (1.0 if isinstance(plugin(), BalancedAMP) else 0.5)
     assert "fp32_modules" in floor.remedy

@@ -18,7 +18,7 @@ from tests.processes import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-FULL = 25  # the step from which on the disk takes nothing
+FULL = 25  # the step from which the disk is full
 
 
 class Trained(PlantedModel):
@@ -87,7 +87,7 @@ def test_run_with_failing_checkpoints_equals_a_run_without_guard(
         assert len(said) <= 1
     (text,) = results[0][0]
     assert "could not write a checkpoint to" in text
-    assert text.count(str(tmp_path)) == 1  # no temporary file
+    assert text.count(str(tmp_path)) == 1  # names no temporary file
     assert "Training continues." in text
 
 

@@ -48,7 +48,7 @@ def test_moments_equal_a_reference(mean: float, size: float, dtype: torch.dtype)
         assert math.isnan(found["kurtosis"])
         return
     expected = _reference(x.double().numpy().ravel())
-    # Rounding of a sum of n terms, as if all went one way; x - mean cancels `cancelled` times.
+    # Rounding of a sum of n terms in one direction; x - mean loses a factor of `cancelled`.
     cancelled = 1 + abs(expected["mean"]) / expected["std"]
     bound = x.numel() * EPS * cancelled**2
     for name, value in expected.items():
@@ -60,11 +60,11 @@ def test_moments_do_not_depend_on_how_values_are_split() -> None:
     x = torch.randn(3 * moments._BLOCK["cpu"] + 17, dtype=torch.float64) ** 3 + 5
     whole = tensor_moments(x, histogram=True)
     parts = [tensor_moments(part, histogram=True) for part in x.split(99_991)]
-    parts.append(tensor_moments(x[:0], histogram=True))  # a rank without a part
+    parts.append(tensor_moments(x[:0], histogram=True))  # a rank without values
     merged = merge_moments(torch.stack(parts))
     torch.testing.assert_close(merged, whole, rtol=x.numel() * EPS, atol=0)
     assert merged[0] == x.numel()
-    table = merge_moments(torch.stack(parts)[:, None, :])[0]  # of many tensors at once
+    table = merge_moments(torch.stack(parts)[:, None, :])[0]  # shape for several tensors
     assert torch.equal(table, merged)
 
 
@@ -96,7 +96,7 @@ def test_histogram_counts_every_value_by_its_power_of_two() -> None:
     for value in x[2:]:
         expected[math.floor(math.log2(abs(value)))] += 1
     assert dict(zip(EXPONENTS.tolist(), row[7:].tolist(), strict=True)) == expected
-    wide = torch.tensor([1e-300, 1e300], dtype=torch.float64)  # beyond fp32
+    wide = torch.tensor([1e-300, 1e300], dtype=torch.float64)  # outside the range of fp32
     counts = tensor_moments(wide, histogram=True)[7:]
     assert (counts[0], counts[-1]) == (1, 1)
 

@@ -164,7 +164,7 @@ def spectral() -> nn.Module:
 def test_complex_weights_learn_in_fp16_as_in_fp32(tmp_path: Path, make_plugin: Any) -> None:
     found = []
     for plugin in (None, make_plugin(half="fp16")):
-        # Adam's first steps are signs, which rounding turns where gradients are small.
+        # Adam's first updates are signs, which rounding flips if gradients are small.
         model = Watched(spectral, lambda p: SGD(p, lr=0.05), steps=20)
         before = model.network[1].weight.detach().clone()
         make_trainer(plugin, default_root_dir=tmp_path, gradient_clip_val=1.0).fit(model)

@@ -35,7 +35,7 @@ def test_ranks_with_shards_measure_the_same_and_raise_no_alarm(kind: str) -> Non
     (curves, alarms), (other_curves, other_alarms) = run_ranks(_train, 2, kind)
     assert repr(curves) == repr(other_curves)
     assert set(alarms) | set(other_alarms) <= {"info"}
-    # Before its first step an optimizer has no states: then the next one is sampled, due or not.
+    # Before its first step, an optimizer has no states, so the next step is sampled in any case.
     (rms,) = (c["update_rms"] for c in curves if "update_rms" in c)
     assert [step for step, _ in rms][:2] == [1, 2]
     assert {"gradient_norm", "activation_headroom_bits", "update_rms"} <= {

@@ -27,7 +27,7 @@ from lightning_mp.callbacks import (
 from tests.callbacks.models import Watched, watch
 from tests.processes import run_ranks
 
-# What makes a host wait for a device: reading a number, or a shape that depends on numbers.
+# Operations that make the host wait for the device: reading a number, or a data-dependent shape.
 SYNCS = ("_local_scalar_dense", "is_nonzero", "item", "nonzero", "equal", "masked_select", "unique")
 
 
@@ -115,7 +115,7 @@ def _train(rank: int) -> list[Any]:
 def test_ranks_measure_the_same_and_raise_the_same_alarms() -> None:
     first, second = run_ranks(_train, 2)
     assert repr(first) == repr(second)
-    assert first[0][0][:2] == (5, "loss_scale_floor")  # the loss of the second rank alone was inf
+    assert first[0][0][:2] == (5, "loss_scale_floor")  # only the loss of the second rank was inf
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_locator_names_an_overflowing_dropout_and_the_layer_before_it(plugin: An
     assert alarm.tensor == "body.drop"
     assert alarm.kind == "non_finite"
     assert alarm.threshold == 65504
-    assert alarm.value == pytest.approx(64576, rel=1e-2)  # went in finite
+    assert alarm.value == pytest.approx(64576, rel=1e-2)  # the finite input
     for words in ("Step 3, ", "batch 3", "`body.drop` (Dropout) made inf in the forward"):
         assert words in alarm.message
     assert "values near the limit: `body.fc2` (weight 60000, output 64" in alarm.message
@@ -202,7 +202,7 @@ def test_locator_does_not_name_a_module_that_receives_inf() -> None:
             self.log = Log()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.log(self.first(x)))  # NaN out of the norm as well
+            return self.norm(self.log(self.first(x)))  # the norm returns NaN as well
 
     class Log(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

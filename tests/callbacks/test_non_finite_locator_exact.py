@@ -103,7 +103,7 @@ def test_locator_restores_the_generator_of_a_module() -> None:
     drawn = [own_draw(generator) for _ in range(6)]
     assert alarm.step == next(i for i, each in enumerate(drawn) if each < 0.3)
     after = model.body[1].generator.get_state()
-    assert torch.equal(after, generator.get_state())  # training goes on as without the replay
+    assert torch.equal(after, generator.get_state())  # training continues as without a replay
 
 
 def test_locator_says_that_hidden_state_makes_the_replay_inexact() -> None:

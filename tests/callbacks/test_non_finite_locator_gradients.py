@@ -66,7 +66,7 @@ def test_locator_finds_non_finite_gradients_by_default(automatic: bool, action: 
     model = Model(Body, automatic=automatic)
     locator = locate(model, loader=data(2), action=action)
     assert (locator.alarms[0].step, locator.alarms[0].tensor) == (0, "body.root")
-    assert len(locator.alarms) == (1 if action == "stop" else 2)  # then the weights are NaN
+    assert len(locator.alarms) == (1 if action == "stop" else 2)  # second: NaN weights
     assert bool(model.weights[-1].isfinite().all()) == (action == "stop")
 
 
@@ -81,7 +81,7 @@ def test_locator_without_check_gradients_names_the_weight_and_the_argument() -> 
 @pytest.mark.parametrize("large", [1.0, 1e25])
 def test_locator_raises_no_alarm_for_large_finite_gradients(large: float) -> None:
     def loss_of(out: Tensor, y: Tensor) -> Tensor:
-        return (out - y).mean() * large  # 1e25 squared is no number of fp32
+        return (out - y).mean() * large  # 1e25 squared overflows fp32
 
     locator = locate(Model(loss_of=loss_of), loader=data(1))
     assert locator.replays == 0
@@ -137,9 +137,9 @@ def test_locator_names_a_loss_scale_that_fits(make: Any) -> None:
 
     locator = locate(model(), make(2.0**24), data(1), max_epochs=4)
     (alarm,) = locator.alarms
-    assert alarm.step == 2  # the third skipped step in a row
+    assert alarm.step == 2  # the third consecutive skipped step
     assert "Gradients overflowed in 3 consecutive steps." in alarm.message
-    assert alarm.threshold == 65504  # also where autocast hands gradients on in fp32
+    assert alarm.threshold == 65504  # also if autocast casts gradients to fp32
     assert "at a loss scale of 1.67772e+07" in alarm.message
     fitting = float(alarm.message.partition("At a loss scale of ")[2].partition(",")[0])
     assert f"(loss_scale={fitting:g})" in alarm.remedy
@@ -167,7 +167,7 @@ def test_locator_names_a_module_whose_backward_overflows_at_the_loss_scale() -> 
 
 
 def test_locator_ignores_single_overflows() -> None:
-    config = LossScaleConfig(init_scale=2.0**17)  # falls until it fits
+    config = LossScaleConfig(init_scale=2.0**17)  # falls until gradients fit
     plugin = BalancedAMP(loss_scale=config)
     locator = locate(Model(), plugin, data(8))
     assert plugin.scaler.skipped_steps >= 1

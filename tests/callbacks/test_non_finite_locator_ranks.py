@@ -100,7 +100,7 @@ def test_locator_replays_on_all_ranks_and_names_the_failed_rank(
     assert ". `body.1` (Spoils) made" in alarm.message
     runs = [0, 1, 2, 2, 3] if accumulate == 1 else [0, 1, 2, 3, 2]
     assert first["runs"] == second["runs"] == runs
-    if plugin is not None:  # without a loss scale, weights are NaN from then on
+    if plugin is not None:  # without a loss scale, weights become NaN
         plain = run_ranks(_train, 2, plugin, False, accumulate)
         for with_locator, without in zip((first, second), plain, strict=True):
             assert torch.equal(with_locator["weights"], without["weights"])
@@ -122,7 +122,7 @@ class _Spoiled(clip.TinyCLIP):
                     self.text[0].bias.fill_(65000.0)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        # A replay is behind us here; without this, DDP sends no buffers in the next forward.
+        # After a replay, DDP must still broadcast buffers in the next forward.
         assert self.trainer.strategy.model.require_forward_param_sync
 
 
@@ -147,6 +147,6 @@ def test_locator_replays_towers_in_micro_batches(plugin: bool) -> None:
     (alarms, rows), (others, _) = run_ranks(_train_towers, 2, plugin)
     assert alarms == others
     (alarm,) = alarms
-    # Sums of 3e38 overflow at once, 65000 in fp16 in the dropout behind its layer and GELU.
+    # Sums of 3e38 overflow at once; in fp16, 65000 overflows in the dropout after layer and GELU.
     assert (alarm.step, alarm.tensor) == (1, "text.2" if plugin else "text.0")
-    assert set(rows[2:]) == {4}  # after a look at what two and three rows return
+    assert set(rows[2:]) == {4}  # two calls determine output shapes for two and three rows

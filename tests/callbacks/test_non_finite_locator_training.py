@@ -58,7 +58,7 @@ def test_locator_does_not_change_training_after_a_failure(plugin: str, automatic
         trained.append((torch.stack(model.weights), dict(model.named_buffers())))
         if callbacks:
             assert callbacks[0].replays == 2
-            assert [a.step for a in callbacks[0].alarms] == [2]  # the other is the same, and near
+            assert [a.step for a in callbacks[0].alarms] == [2]  # not repeated so soon
     (weights, buffers), (again, buffers_again) = trained
     assert torch.equal(weights[1], weights[2])  # skipped
     assert not torch.equal(weights[2], weights[3])
@@ -233,7 +233,7 @@ def test_locator_stop_ends_training_before_the_step(plugin: Any, automatic: bool
 def test_locator_raise_ends_training_with_the_alarm(plugin: Any) -> None:
     class Watch(pl.Callback):
         def on_exception(self, trainer: Any, model: Any, _: Any) -> None:
-            model.on_train_batch_end()  # notes the weights
+            model.on_train_batch_end()  # records the weights
 
     model, locator = infinite_at(2)(), NonFiniteLocator(action="raise")
     with pytest.raises(InstabilityError, match="made a loss of inf") as caught:

@@ -42,12 +42,12 @@ def fill_as_users_do(root: Path, log_folder: Path) -> None:
     """Make folders whose names begin like those of the guard."""
     fill(log_folder / "spike_guard-skip", "last.ckpt", "step=10.ckpt")
     fill(log_folder / "spike_guard-0123abcd", "step=10.ckpt")  # the exact name, without a marker
-    # As an earlier version has left it, which did not sign.
+    # Left by an earlier version, which did not sign folders.
     fill(log_folder / "spike_guard-89abcdef", "step=10.ckpt", marker="")
     fill(log_folder / "spike_guard-99999999", "step=10.ckpt", marker="notes of mine")
     fill(log_folder / "spike_guard-0123abcd-old", "step=10.ckpt", marker=SIGNATURE)  # a copy
     fill(root / "other_project" / "spike_guard-notes", "notes.txt")
-    # Another run's in a folder beside, which its own next run removes.
+    # Folder of another run in a sibling folder, which the next run there removes.
     fill(root / "other_project" / "spike_guard-aaaaaaaa", "step=5.ckpt", marker=SIGNATURE)
 
 
@@ -57,7 +57,7 @@ def test_folder_whose_marker_is_not_a_regular_file_is_not_taken(tmp_path: Path) 
     for folder in (linked, piped):
         fill(folder, "step=7.ckpt")
     (linked / "in_use").symlink_to(tmp_path / "real" / "in_use")
-    os.mkfifo(piped / "in_use")  # who opens and reads this waits for good
+    os.mkfifo(piped / "in_use")  # opening it for reading would block forever
     (tmp_path / "spike_guard-dddddddd").symlink_to(tmp_path / "real", target_is_directory=True)
     before = sorted(tmp_path.rglob("*"))
     for folder in tmp_path.glob("spike_guard-*"):
@@ -123,7 +123,7 @@ def test_rewind_signs_its_folder_and_removes_it_when_training_ends(tmp_path: Pat
     fit(Looks(), make_batches(25), guard(tmp_path), default_root_dir=tmp_path)
     assert seen == [SIGNATURE]
     files = [path.name for path in (tmp_path / "marks").rglob("*") if path.is_file()]
-    assert sorted(files) == ["in_use", "mine.txt"]  # what is not ours stays, and its folder
+    assert sorted(files) == ["in_use", "mine.txt"]  # foreign files and their folder are kept
     fit(PlantedModel(), make_batches(25), guard(tmp_path / "b"), default_root_dir=tmp_path)
     assert not list((tmp_path / "b" / "marks").rglob("*"))
 
@@ -180,7 +180,7 @@ def test_rewind_reuses_the_signed_folder_of_the_resumed_run(tmp_path: Path) -> N
             found.append(set(tree(left)))
 
     fit(Looks(), make_batches(2), watch, default_root_dir=tmp_path)
-    assert found[0] == {"in_use", "step=3.ckpt", "mine.txt"}  # not the stray one
+    assert found[0] == {"in_use", "step=3.ckpt", "mine.txt"}  # not the stray checkpoint
     assert set(tree(left)) == {"in_use", "mine.txt"}
 
 

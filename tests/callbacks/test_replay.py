@@ -42,7 +42,7 @@ class Replays(Model):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if len(self.traces) == self.runs[-1]:
-            torch.rand(3), random.random(), np.random.rand()  # since the forward
+            torch.rand(3), random.random(), np.random.rand()  # drawn after the forward
             before = self.state()
             self.traces.append(None)
             self.traces[-1] = replay(self.trainer, self.record, self.scale, 1)
@@ -104,7 +104,7 @@ def test_replay_repeats_a_step_and_restores_all_state(plugin: Any, automatic: bo
         assert gradients.keys() == {n for n, _ in model.named_parameters()}
         for name, seen in gradients.items():
             real = own[f"gradient of {name}"].abs().amax().item()
-            scale = seen.amax / real  # some gradients have been unscaled by then, others not
+            scale = seen.amax / real  # some gradients are unscaled already
             assert min(abs(scale - 1), abs(scale / (model.scale or 1) - 1)) < 1e-2, name
 
 

@@ -23,7 +23,7 @@ pytestmark = [
 WIDTHS = {"phone": 390, "desk": 1440}
 LAYERS = 24
 STEPS = 400
-# Three at one place, of which one is the worst; a lone one; two at the right edge.
+# Three alarms at one place, one of which is the worst; a single one; two at the right edge.
 ALARMS = {100: "warning", 101: "error", 102: "warning", 250: "info", 398: "error", 399: "error"}
 
 
@@ -153,7 +153,7 @@ def test_pins_show_their_number_of_alarms(page: Any) -> None:
 
 def test_time_lines_work_with_the_keyboard(page: Any) -> None:
     loss, norm = page.locator("#charts svg").all()[:2]
-    for _ in range(40):  # Tab alone leads there
+    for _ in range(40):  # reachable with Tab alone
         page.keyboard.press("Tab")
         if loss.evaluate("each => each === document.activeElement"):
             break
@@ -166,7 +166,7 @@ def test_time_lines_work_with_the_keyboard(page: Any) -> None:
     step = int(loss.get_attribute("aria-valuenow"))
     assert step == 5 * (STEPS // 100)
     assert _value(loss) == f"step {step}: {2 + math.cos(step / 30):.4g}"
-    assert _value(norm) == f"step {step}: {10 ** (step / 100):.4g}"  # one cross for all
+    assert _value(norm) == f"step {step}: {10 ** (step / 100):.4g}"  # one cursor for all curves
     page.keyboard.press("ArrowLeft")
     assert int(loss.get_attribute("aria-valuenow")) == step - STEPS // 100
     assert page.locator("#charts svg .cross").first.get_attribute("visibility") == "visible"
@@ -178,7 +178,7 @@ def test_heat_map_works_with_the_keyboard(page: Any) -> None:
     heat.focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowLeft")
-    # The row of the alarms comes first, below it the one with the most zeros.
+    # The row with alarms comes first, then the row with the most zeros.
     expected = f"{(47 / 100 + 380 / 1e4) * 100:.3g}% at step 380 in model.transformer.encoder."
     assert readout.inner_text().startswith(expected)
     assert "layers.23.attention.self.value.weight" in readout.inner_text()

@@ -141,7 +141,7 @@ def test_narrow_cone_at_the_start_is_no_collapse() -> None:
 
 def test_falling_rank_raises_an_alarm() -> None:
     assert feed([0.9] * 5, [20.0, 19.0, 10.0, 2.0, 1.5]) == [(4, "feature_rank")]
-    assert feed([0.9] * 5, [4.0, 4.0, 3.0, 0.4, 0.4]) == []  # too few classes to fall
+    assert feed([0.9] * 5, [4.0, 4.0, 3.0, 0.4, 0.4]) == []  # the rank was always small
 
 
 def sketches(moves: dict[str, float], samples: int = 12) -> set[str]:
@@ -158,7 +158,7 @@ def sketches(moves: dict[str, float], samples: int = 12) -> set[str]:
 def test_unchanged_tower_is_named_if_another_tower_changes() -> None:
     assert sketches({"image": 3.0, "text": 0.0}) == {"text"}
     assert sketches({"image": 3.0, "text": 1.0}) == set()
-    assert sketches({"image": 0.0, "text": 0.0}) == set()  # as in a warm-up
+    assert sketches({"image": 0.0, "text": 0.0}) == set()  # for example during warm-up
     assert sketches({"image": 3.0, "text": 0.0}, samples=8) == set()  # seven after the first
 
 

@@ -45,7 +45,7 @@ class Loses(pl.Callback):
                 path.write_bytes(path.read_bytes()[:1000])
 
 
-# There are checkpoints of steps 20, 30 and 40; that of step 30 is the one to go back to.
+# There are checkpoints of steps 20, 30 and 40; the rewind should return to step 30.
 LOST = {
     "chosen": (slice(1, 2), 1, 20),
     "far": (slice(0, 2), 2, 40),
@@ -108,10 +108,10 @@ def test_checkpoint_in_memory_is_unchanged_by_a_rewind(tmp_path: Path) -> None:
 
 def test_rewind_storage_auto_uses_the_disk_if_states_do_not_fit_in_memory(tmp_path: Path) -> None:
     weights = 4 * sum(p.numel() for p in PlantedModel().parameters())
-    # Four checkpoints of the weights alone fit, not those with two states of their size.
+    # Four checkpoints fit with weights alone, but not with two states of the same size.
     gb = 4 * 2 * weights / 1e9
     _, watch, files = train(tmp_path, rewind_storage="auto", rewind_memory_gb=gb)
-    assert {path.stem for path in files} == {"step=10", "step=20"}  # not that of step 0
+    assert {path.stem for path in files} == {"step=10", "step=20"}  # not the mark of step 0
     assert watch.alarms[-1].value == BACK_TO
 
 
@@ -139,7 +139,7 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-# Computed from rates that the schedule keeps; from those in the optimizer's groups; by others.
+# Rates computed from attributes of the schedule, from parameter groups, and by inner schedules.
 GATE = ("lambda", "one cycle", "sequence")
 
 
@@ -178,7 +178,7 @@ def test_rewind_lowers_all_later_learning_rates(
         return seen.by_step, watch
 
     (whole, watch), (lower, again) = rates(1.0), rates(0.5)
-    # The steps of a second time have replaced those of the first.
+    # Repeated steps have replaced the first ones.
     backs = [int(alarm.value or 0) for alarm in watch.alarms if alarm.kind == "rewind_to_step"]
     assert len(backs) == len(again.alarms) - 2 == 2
     first, second = (mark_step(watch, back) for back in (0, 1))

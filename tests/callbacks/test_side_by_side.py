@@ -169,7 +169,7 @@ def test_key_of_a_users_monitor_shows_no_url() -> None:
     assert Posts(limit=2.0).state_key == "Posts{'limit': 2.0}"
 
 
-# What version 0.1.0 wrote for these arguments, which it kept in no attributes.
+# Keys of version 0.1.0 for these arguments, for which it had no attributes.
 OLDER: dict[str, tuple[Any, str]] = {
     "guard": (
         lambda: SpikeGuard(**SHORT, patience=3, skip_batches=9, dirpath="a"),
@@ -215,7 +215,7 @@ def test_guards_with_different_arguments_resume_from_their_own_states(tmp_path: 
     assert [kinds(guard) for guard in first] == [[(SPIKE, "loss_spike")]] * 2
     again = guards()
     options = {"max_epochs": 1, "ckpt_path": tmp_path / "last.ckpt"}
-    fit(PlantedModel(), make_batches(40), *again, **options)  # has ended: restores, and no more
+    fit(PlantedModel(), make_batches(40), *again, **options)  # training has ended: only restores
     windows = []
     for guard, state in zip(again, saved, strict=True):
         assert guard.state_dict()["history"] == state["history"]
@@ -232,14 +232,14 @@ def test_guard_with_a_changed_argument_resumes_from_its_state(tmp_path: Path) ->
     changed = SpikeGuard(**SHORT, z_threshold=8.0)
     fit(PlantedModel(), make_batches(40), changed, **options)
     assert kinds(changed) == [(SPIKE, "loss_spike")]
-    hidden = SpikeGuard(**SHORT, skip_batches=9)  # what no attribute shows
+    hidden = SpikeGuard(**SHORT, skip_batches=9)  # an argument without an attribute
     trainer = fit(PlantedModel({SPIKE: "spike"}), make_batches(40), hidden)
     trainer.save_checkpoint(tmp_path / "hidden.ckpt", weights_only=False)
     changed = SpikeGuard(**SHORT, patience=8, skip_batches=11)
     other = {"max_epochs": 1, "ckpt_path": tmp_path / "hidden.ckpt"}
     fit(PlantedModel(), make_batches(40), changed, **other)
     assert kinds(changed) == [(SPIKE, "loss_spike")]
-    # Which of two it was before cannot be known, so that both start anew.
+    # The states cannot be assigned to two changed guards, so both start without a state.
     pair = [SpikeGuard(**SHORT, z_threshold=z) for z in (8.0, 9.0)]
     fit(PlantedModel(), make_batches(40), *pair, **options)
     assert [kinds(guard) for guard in pair] == [[], []]
@@ -281,7 +281,7 @@ def test_reports_write_to_separate_files(tmp_path: Path, name: str) -> None:
         assert report.path.is_file()
         data = json.loads(report.path.with_suffix(".json").read_text())
         assert data["curves"]["loss"]["steps"] == [0, 1, 2]
-        assert data["run"]["monitors"] == []  # no report is a monitor of another
+        assert data["run"]["monitors"] == []  # reports are not listed as monitors
 
 
 def test_page_shows_the_maps_of_both_monitors(tmp_path: Path) -> None:

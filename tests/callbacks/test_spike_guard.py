@@ -30,7 +30,7 @@ def grad_scaling() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=128.0))
 
 
-# What trains -> plugin, optimizer, whether `global_step` and the LR schedule wait for a skip.
+# Case -> plugin, optimizer, whether `global_step` and the LR schedule wait for a skipped step.
 SETUPS: dict[str, tuple[Callable[[], Any] | None, str, bool]] = {
     "plain": (None, "adamw", True),
     "fused": (None, "fused adamw", False),

@@ -71,7 +71,7 @@ OTHER_SETUPS = [
 ]
 
 
-# Both actions end training where they are decided on; how that is done does not ask for the setup.
+# Both actions share the decision, so other set-ups test only `stop`; `make sweep` tests both.
 @pytest.mark.parametrize(
     ("action", "setup", "planted"),
     [
@@ -133,7 +133,7 @@ def test_stop_in_manual_optimization_skips_later_optimizers(tmp_path: Path) -> N
             after["moved"] = [not torch.equal(one, other) for one, other in pairs]
 
     fit(TwoPlayers(), make_batches(45), quick(action="stop"), Watch(), default_root_dir=tmp_path)
-    assert after["moved"] == [True, True, False, False]  # the second exploded
+    assert after["moved"] == [True, True, False, False]  # the loss of the second one exploded
 
 
 def test_alarm_says_that_training_stops_before_the_step(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_absent_signal_does_not_enter_the_window() -> None:
 @pytest.mark.parametrize(
     ("loss", "norm", "expected"),
     [
-        (0.12, 1.1, True),  # 8% of what was gained
+        (0.12, 1.1, True),  # 8% of the improvement
         (0.16, 1.1, False),  # 11%
         (0.12, 30.0, False),
         (0.12, float("nan"), False),

@@ -88,7 +88,7 @@ def test_facts_contain_epoch_batch_and_rank() -> None:
     ]
     last = keeps.facts[-1]
     assert (last.global_step, last.rank, last.optimizer, last.optimizer_name) == (5, 0, 0, "SGD")
-    assert last.lr == 0.25  # also where it is a tensor
+    assert last.lr == 0.25  # the learning rate is a tensor
     assert (last.loss_scale, last.skipped) == (None, False)
     assert last.largest_gradient in dict(model.named_parameters())
     assert last.gradient_norm is not None
@@ -136,7 +136,7 @@ def test_alarms_do_not_depend_on_the_order_of_callbacks() -> None:
         trainer = watch(model, watching[::-1] if reverse else watching, plugin)
         assert not any(isinstance(c, recorder.FactsRecorder) for c in trainer.callbacks)
         for monitor in watching:
-            assert set(monitor.history.maps) <= set(MAP_TITLES)  # none is without a title
+            assert set(monitor.history.maps) <= set(MAP_TITLES)  # every map has a title
             keys = [*monitor.history.maps, *monitor.history.curves]
             assert [key for key in keys if not key.replace("_", "").isalnum()] == []
         return {type(m).__name__: m.alarms for m in watching}

@@ -20,7 +20,7 @@ from tests.callbacks.models import Watched, watch
 
 Samples = dict[int, dict[str, Any]]
 NORMS = ("norm", "absmax")
-# Of one rounding to fp32 and a sum of at most 2304 values of this model, in float64.
+# One rounding to fp32, and a float64 sum of at most 2304 values of this model.
 REL = 2 * torch.finfo(torch.float32).eps
 
 
@@ -99,7 +99,7 @@ def test_collector_unscales_gradients_of_torchs_scaler(tmp_path: Path) -> None:
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaled = train(MixedPrecision("16-mixed", "cpu", scaler), tmp_path / "scaled")
-    # Half products differ from those of fp32 by 2^-11, each of three layers.
+    # Each of three layers has a relative error of 2^-11 in fp16.
     assert scaled == pytest.approx(train(None, tmp_path / "plain"), rel=0.02)
 
 

@@ -69,7 +69,7 @@ class BERT(Learner):
     """Predicts the 20% of words that are masked."""
 
     def __init__(self, steps: int) -> None:
-        # 5e-3 would be no healthy rate: there, weights moved by 1e-6 decide how a run ends.
+        # 5e-3 would not be healthy: changes of the weights by 1e-6 would decide how a run ends.
         super().__init__(steps, decays=True)
         from transformers import BertConfig, BertForMaskedLM
 
@@ -84,7 +84,7 @@ class BERT(Learner):
     def batch(self, index: int, generator: torch.Generator) -> list[Tensor]:
         words = text(generator)
         is_masked = torch.rand(words.shape, generator=generator) < 0.2
-        is_masked[:, 1] = True  # so that there is something to fill in
+        is_masked[:, 1] = True  # at least one masked word
         return [words.masked_fill(is_masked, MASK), words.masked_fill(~is_masked, -100)]
 
     def loss(self, batch: list[Tensor]) -> Tensor:

@@ -190,7 +190,7 @@ class Contrastive(Learner):
 
     def batch(self, index: int, generator: torch.Generator) -> Tensor:
         latent = torch.randn(32, 8, generator=generator)
-        # As much of its own has each view that pairs are mistaken for others now and then.
+        # Each view has so much noise of its own that pairs are sometimes confused.
         return latent + 0.4 * torch.randn(2, 32, 8, generator=generator)
 
     def loss(self, batch: Tensor) -> Tensor:

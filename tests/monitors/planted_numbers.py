@@ -14,7 +14,7 @@ from lightning_mp import BalancedAMP, LossScaleConfig
 from lightning_mp.callbacks import SpikeGuard
 from tests.monitors.planted import Fit, Planted, perceptron
 
-STEP = 60  # at which most of these are planted
+STEP = 60  # of most planted failures
 
 
 class Then(nn.Module):

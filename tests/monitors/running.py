@@ -198,7 +198,7 @@ def train(
     error = ""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), one_thread():
         warnings.simplefilter("ignore", InstabilityWarning)
-        # All monitors watch every model, also those that are trained by SGD.
+        # All monitors are attached to every model, including models trained by SGD.
         warnings.filterwarnings("ignore", "Passed `AdamStateMonitor`, but no optimizer")
         warnings.filterwarnings("ignore", "`RepresentationMonitor` found no loss")
         monitors = all_monitors(folder, model.towers, **(often or {}))

@@ -127,7 +127,7 @@ def _run(rows: list[Row], jobs: int) -> list[Result]:
             results = pool.imap_unordered(_work, rows)
         for result in tqdm(results, total=len(rows), unit="run"):
             done[result.model, result.precision] = result
-            tqdm.write("  ".join(_cells(result)), file=sys.stderr)  # a killed run has said these
+            tqdm.write("  ".join(_cells(result)), file=sys.stderr)  # kept if the run is killed
     return [done[model, precision] for model, precision, *_ in rows]
 
 

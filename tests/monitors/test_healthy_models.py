@@ -16,7 +16,7 @@ from tests.monitors.running import Outcome
 
 STEPS, SWEEP_STEPS = 100, 1000
 LEARNS_LATE = {"short last batch": 150}
-# Models whose runs are short, and each precision twice; `make sweep` has all of all, for longer.
+# Models with short runs, and each precision twice; `make sweep` runs all combinations for longer.
 COVERING = {
     "LSTM": "16-mixed",
     "conv + BN": "PureFP16",

@@ -18,7 +18,7 @@ from tests.processes import run_ranks
 
 pytestmark = pytest.mark.slow
 
-# Whose runs are long; `make sweep` has them, and all cures.
+# Failures with long runs, which `make sweep` tests together with all remedies.
 LONG = {
     "dead units",
     "rate 1% above the stable one",

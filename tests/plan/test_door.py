@@ -23,7 +23,7 @@ class WithLoader(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.visual, self.text, self.loss = nn.Linear(12, 8), nn.Linear(6, 8), ContrastiveLoss()
-        self.batch_size = 48  # of a rank
+        self.batch_size = 48  # per rank
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         image, text = self.visual(batch[0]), self.text(batch[1])

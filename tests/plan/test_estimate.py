@@ -41,7 +41,7 @@ def _counted(batch: int) -> int:
 @pytest.mark.parametrize("batch", [1024, 2560])
 def test_products_of_one_process_equal_the_plan(batch: int) -> None:
     subject, machine = _subject("32-true"), _machine(1, "cpu")
-    # Half of 32 MiB keep as many logits at the most.
+    # Half of 32 MiB holds at most this number of logits.
     fits = batch**2 <= 2**24 // 4
     least, most = (3.0, 3.0) if fits else (4 - 2**22 / batch**2, 4.0)
     assert least <= products(OURS, batch, subject, machine) <= most

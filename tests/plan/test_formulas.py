@@ -18,13 +18,13 @@ from tests.processes import exit_code_of
 
 
 def test_bytes_of_losses_equal_their_counts_of_fp32_values() -> None:
-    # b = 1024, D = 256: a matrix has 2^20 values, one side's features 2^18.
+    # b = 1024, D = 256: a matrix has 2^20 values, the features of one tower have 2^18.
     dense, local = (loss_bytes(name, 1024, 4, 256) for name in (DENSE, LOCAL))
     assert dense == pytest.approx(4 * (4.096 * 2**20 + 3.04 * 2**18))
     assert local == pytest.approx(4 * (4.095 * 2**18 + (2 + 2.8 / 4) * 2**18))
     assert loss_bytes(INF_CL, 1024, 4, 256) == pytest.approx(4 * 15.4 * 2**16)
     assert loss_bytes(INF_CL, 2**20, 8, 256) == pytest.approx(4 * 17.41 * 2**25)
-    # Four whole matrices of 256 x 256 on each of four ranks, and the tiles' copies.
+    # Four matrices of 256 x 256 on each of four ranks, and the copies for tiles.
     assert loss_bytes(CROSS_GPU, 1024, 4, 256) == pytest.approx(4 * (4 * 2**16 + 15.4 * 2**16))
 
 
@@ -34,7 +34,7 @@ def test_bytes_of_our_loss_are_eight_copies_vectors_and_a_workspace() -> None:
 
 
 def test_exchange_counts_texts_twice_and_their_gradients() -> None:
-    # 7 of 8 shards of 1,000 pairs: fp16 texts forward and backward, fp32 gradients, two float64.
+    # 7 of 8 shards of 1,000 pairs: fp16 texts in both passes, fp32 gradients, two float64 vectors.
     assert formulas.exchange_bytes(1000, 8, 512, itemsize=2) == 7 * 1000 * (4 * 512 + 4 * 512 + 16)
     assert formulas.exchange_bytes(1000, 1, 512) == 0
 
@@ -72,7 +72,7 @@ def test_our_loss_on_one_rank_allocates_at_most_the_formula() -> None:
     image, text = (F.normalize(torch.randn(batch, width)).requires_grad_() for _ in range(2))
     scale = torch.tensor(14.0, requires_grad=True)
     predicted = loss_bytes(OURS, batch, 1, width, workspace)
-    # At least the gradients of both sides, or nothing was measured.
+    # At least the gradients of both towers; otherwise nothing was measured.
     assert 2 * 4 * batch * width <= peak_allocated(step) <= predicted
 
 

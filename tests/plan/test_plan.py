@@ -51,9 +51,9 @@ class _Towers(nn.Module):
 
 
 @pytest.mark.parametrize(("precision", "visual", "text"), [
-    # The input, and the output of ReLU, which serves both it and the next layer.
+    # The input, and the output of ReLU, which ReLU and the next layer share.
     ("32-true", (32 + 64) * 4, 8 * 4),
-    # Under autocast the input is cast first; what is saved is half.
+    # Under autocast, the input is cast first, so half as many bytes are saved.
     ("16-mixed", (32 + 64) * 2, 8 * 2),
 ])  # fmt: skip
 def test_saved_bytes_are_a_slope_of_two_sizes(precision: str, visual: int, text: int) -> None:
@@ -63,7 +63,7 @@ def test_saved_bytes_are_a_slope_of_two_sizes(precision: str, visual: int, text:
     assert found["visual"].saved_per_pair == visual
     assert found["text"].saved_per_pair == text
     assert found["visual"].flops_per_pair == 2 * (32 * 64 + 64 * 16)
-    # Of both weights, and of what lies between them.
+    # For both weights, and for the activation between them.
     assert found["visual"].backward_flops_per_pair == 2 * (32 * 64 + 2 * 64 * 16)
     assert found["visual"].parameters == 32 * 64 + 64 + 64 * 16 + 16
     assert found["text"].width == 16
@@ -124,7 +124,7 @@ def test_largest_batch_of_each_method_just_fits() -> None:
         by_device, by_host = largest(method, subject, machine)
         assert memory(method, by_device, subject, machine).peak <= 80 * GIB
         assert memory(method, by_device + 8, subject, machine).peak > 80 * GIB
-        # 17 batches of 600,000 bytes a pair: one in use, 8 workers with two each.
+        # 17 batches with 600,000 bytes per pair: one in use, and two for each of 8 workers.
         assert by_host == int(1000 * GIB / (17 * 600_000)) // 8 * 8
         found.append(by_device)
     assert found == sorted(found)
@@ -168,7 +168,7 @@ def test_model_by_name_has_the_bytes_that_the_paper_table_counts(
 
     subject = subject_of_model(name, "BalancedAMP")
     assert subject.parameters == parameters
-    # Versions of the libraries keep a mask more or less; the table is printed to 0.1%.
+    # Library versions differ by one saved mask; the table is printed to 0.1%.
     counted = sum(tower.saved_per_pair for tower in subject.towers.values())
     assert counted == pytest.approx(saved, rel=0.01)
     assert subject.pair_bytes == paper.PAIR_BYTES
@@ -185,7 +185,7 @@ def test_model_of_open_clip_has_the_size_of_transformers(precision: str) -> None
     theirs, same = (subject_of_model(name, precision) for name in ("ViT-B-32", "ViT-B/32"))
     assert (theirs.parameters, theirs.width) == (same.parameters, same.width)
     assert theirs.pair_bytes == same.pair_bytes
-    # They compute the same products; what each keeps is up to its code.
+    # Both compute the same products, but they may save different tensors.
     assert theirs.flops_per_pair(cached=True) == pytest.approx(
         same.flops_per_pair(cached=True), rel=0.01
     )
@@ -203,12 +203,12 @@ def test_plan_of_a_config_prints_tables_and_advice(
     printed = capsys.readouterr().out
     for method in METHODS:
         assert len(re.findall(re.escape(f"\n{method.name}  "), printed)) == 2, method.name
-    # 16,384 pairs a rank at 1,000 a second. A backward takes one or two forwards, so without a
+    # 16,384 pairs per rank at 1,000 per second. A backward takes one or two forwards, so without a
     # replay it is two thirds to three quarters of that.
     assert re.search(r"lightning-mp +16\.4 ", printed)
     seconds = re.findall(r"dense, towers at once +(\S+)", printed)[1]
     assert 16.384 * 2 / 3 <= float(seconds) <= 12.3
-    # Of 16,384 pairs, 63 times: texts twice in fp32, their gradients, two sums.
+    # 63 shards of 16,384 pairs: texts twice in fp32, their gradients, and two sums.
     width = int(re.search(r"feature width (\d+)", printed)[1])  # type: ignore[index]
     sent = 63 * 2**14 * (3 * width * 4 + 16) / GIB
     gflop = 4 * 2 * 2**40 / 64 * width / 1e9
@@ -240,11 +240,11 @@ def test_optimizer_of_the_config_precedes_that_of_the_model(
     assert subject.found == "on tensors without memory"
     assert subject.optimizer == "SGD"
     assert subject.states == {"float32": 4 * subject.parameters, "bfloat16": 2 * subject.parameters}
-    # "auto" is found by a run, and plans as the default.
+    # "auto" is determined by a run, so the plan uses the default.
     assert subject_of_config("examples/text_to_text.yaml").micro_batch == 256
     own = subject_of_config(CONFIG)
     assert own.optimizer == "AdamW"
-    assert own.states["float32"] == pytest.approx(8 * own.parameters, rel=1e-3)  # and step counts
+    assert own.states["float32"] == pytest.approx(8 * own.parameters, rel=1e-3)  # + step counts
 
 
 @pytest.mark.slow
@@ -267,7 +267,7 @@ def test_demo_is_predicted_within_15_percent_of_its_peak(
         trainer = pl.Trainer(
             **QUIET,
             strategy=strategy,
-            max_steps=2,  # Adam has states in the second
+            max_steps=2,  # Adam has states in the second step
             gradient_clip_val=1.0,
         )
         trainer.fit(GlyphCLIP(), data)

@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "torch.optim.AdamW": {},
     "torch.optim.SGD": {},
     "torch.optim.SGD with momentum": {"momentum": 0.9},
-    "torch.optim.Adafactor": {},  # factored; looks at its step count
+    "torch.optim.Adafactor": {},  # factored; reads its step count
     "transformers.optimization.Adafactor": {"beta1": 0.9, "relative_step": False},
     "lightning_mp.SafeAdamW": {},
     "bitsandbytes.optim.AdamW8bit": {},
@@ -71,7 +71,7 @@ def test_bytes_of_a_parameter_equal_the_table(
 ) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     precision = {"plugins": [BalancedAMP()]} if name == "BalancedAMP" else {"precision": name}
-    gc.collect()  # what is freed in between would count
+    gc.collect()  # memory that is freed during the measurement would count
     activities = [ProfilerActivity.CPU]
     with profile(activities=activities, profile_memory=True, acc_events=True) as profiled:
         model = _Model(optimizer)
@@ -89,11 +89,11 @@ def test_bytes_of_a_parameter_equal_the_table(
         if event.name() == "[memory]" and event.start_ns() <= model.ended_ns
     )
     table = PRECISIONS[name]
-    # Weights, gradients, states, buckets; autocast's half copies are gone after the forward.
+    # Weights, gradients, states, buckets; the half copies of autocast are freed after the forward.
     states = state_bytes([optimizer_of(optimizer, model)], getattr(torch, table.stepped))
     beside = alive - table.at_rest(WIDTH**2, {table.stepped: states})
     beside -= (table.gradient - table.copy + copies_at_rest) * WIDTH**2
-    # The data set and the batch in use; less than 4 KiB are numbers and Adam's step.
+    # The dataset and the batch in use, and less than 4 KiB for numbers and Adam's step.
     assert 0 <= beside <= (STEPS + 1) * ROWS * WIDTH * 4 + 4096
 
 
@@ -114,5 +114,5 @@ def test_optimizer_that_cannot_step_is_replaced_by_adamw_in_the_table() -> None:
     subject = Subject.of(model, [torch.optim.LBFGS(model.parameters())], **known)
     assert subject.optimizer.startswith("AdamW, as LBFGS takes no step here (LBFGS.step() missing")
     values = 64 * 64 + 64
-    # Both moments, and a count of steps for each tensor.
+    # Both moments, and the step count of each tensor.
     assert subject.states == {"float32": 8 * values + 2 * 4, "bfloat16": 4 * values + 2 * 4}
