@@ -175,19 +175,19 @@ _UNKNOWN: dict[str, Any] = {
     "below": 0.0,  # the largest share below epsilon in the first samples
     "newest": (),  # the latest RMS values
     "zero_from": None,  # the step since which the gradient has been zero
-    "with": 0,  # samples with a gradient,
-    "without": 0,  # without one before this run,
-    "run": 0,  # and in it
-    "grown": 0,  # pairs of samples between which its second moment did not just fade
-    "moment": 0.0,  # the second moment at the last sample,
-    "at": 0,  # and Adam's step
-    "from": 0,  # its first step
-    "is_real": False,  # whether its gradient ever was more than rounding
+    "with": 0,  # samples with a gradient
+    "without": 0,  # samples without a gradient before the current run of zeros
+    "run": 0,  # samples in the current run of zeros
+    "grown": 0,  # samples before which the second moment did not only decay
+    "moment": 0.0,  # the second moment at the last sample
+    "at": 0,  # Adam's step at the last sample
+    "from": 0,  # the step of the first sample
+    "is_real": False,  # whether the gradient was ever more than rounding error
 }
 
 
 class AdamNumbers:
-    """What one step is about to do to one tensor, from its row of `adam_statistics`."""
+    """Measurements of the next update of one tensor, from its row of `adam_statistics`."""
 
     def __init__(self, name: str, row_K: npt.NDArray[Any]) -> None:
         sums = dict(zip(AdamField, map(float, row_K), strict=True))
@@ -206,12 +206,12 @@ class AdamNumbers:
         self.ratio = update / weight if weight else math.nan
         self.moving, self.stagnant = sums[AdamField.NON_ZERO], sums[AdamField.STAGNANT]
         self.second_moment = sums[AdamField.SECOND_MOMENT]
-        self.step = int(sums[AdamField.STEP])  # how many steps Adam will have made
+        self.step = int(sums[AdamField.STEP])  # step count after this step
 
 
 @dataclass(kw_only=True, eq=False)
 class AdamStateRule(Learning):
-    """Judges samples of Adam's states. Why so: docs/callbacks/adam-state-monitor.md."""
+    """Judges samples of Adam's states; see docs/callbacks/adam-state-monitor.md."""
 
     baseline_samples: int
     max_update_rms: float
@@ -220,7 +220,8 @@ class AdamStateRule(Learning):
     min_ratio: float
     max_ratio: float
     max_stagnant: float
-    wants_more: bool = field(default=False, init=False)  # samples at once, to confirm a high RMS
+    # Whether the next steps must be sampled to confirm a high RMS.
+    wants_more: bool = field(default=False, init=False)
     _usual: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
     _highest_rate: float = field(default=0.0, init=False)
     _last_rate: float = field(default=0.0, init=False)
@@ -236,7 +237,7 @@ class AdamStateRule(Learning):
         eps: float,
         first: Collection[str],
     ) -> list[Verdict]:
-        """Take in a sample of tensors with finite numbers; return what is wrong, `first` first."""
+        """Add a sample of tensors with finite numbers and return verdicts; prefer `first`."""
         self._highest_rate = max(self._highest_rate, rate or 0.0)
         is_rising, self._last_rate = (rate or 0.0) > self._last_rate, rate or 0.0
         is_silent = all(numbers.is_zero for numbers in tensors)
@@ -251,10 +252,10 @@ class AdamStateRule(Learning):
             newest = usual["newest"] = [*usual["newest"], numbers.rms][-32:]
             is_known = usual["samples"] > self.baseline_samples
             usual["is_real"] |= numbers.gradient_rms > rounding
-            # A gradient of rounding alone is as small as epsilon, whatever Adam does.
+            # A gradient of pure rounding error is below epsilon in any healthy run.
             if usual["is_real"]:
                 found.append(self._judge_epsilon(numbers, usual, eps, is_known))
-                # Only a second sample tells a warm-up that begins near 0 from a rate that is low.
+                # Only a second sample distinguishes a warm-up from a low learning rate.
                 knows_rate = is_known or (rate is not None and not is_rising)
                 found.append(self._judge_ratio(numbers, rate, is_known, knows_rate))
             verdicts += [replace(verdict, tensor=numbers.name) for verdict in found if verdict]
@@ -271,11 +272,11 @@ class AdamStateRule(Learning):
         return verdicts + self._confirm(step, high, first)
 
     def _highest_rms(self, numbers: AdamNumbers, newest: list[float]) -> float:
-        """Return what is still fine for a tensor of this size, this sparse and this noisy."""
-        # The RMS of few values is noisy, the more so as those of a bias move together.
+        """Return the highest healthy RMS for the size, sparsity and noise of a tensor."""
+        # The RMS of few values is noisy, especially as the values of a bias are correlated.
         limit = self.max_update_rms * (1 + 10 / math.sqrt(numbers.numel))
         moving = [rms for rms in newest if rms > 0]
-        # A gradient in a share q of the samples leaves q times its square in the second moment.
+        # If a share q of the samples has a gradient, the second moment is q times its square.
         sparse = math.sqrt(len(newest) / max(len(moving), 1))
         return max(limit * sparse, 3 * statistics.median(moving or [0.0]))
 
@@ -283,13 +284,13 @@ class AdamStateRule(Learning):
         if not high:
             return []
         names = [str(verdict.tensor) for verdict in high]
-        # One odd batch is no alarm: the same tensor must be high again within the next few steps.
+        # To ignore single odd batches, the same tensor must be high again within a few steps.
         suspects, self._suspects = self._suspects, dict.fromkeys(names, step)
         confirmed = [v for v in high if step - suspects.get(str(v.tensor), -100) <= 10]
         self.wants_more = not confirmed
         if not confirmed:
             return []
-        # Embeddings are in `first`: there arXiv:2304.13013 saw it before the loss spiked.
+        # `first` contains embeddings, where the RMS rises before the loss (arXiv:2304.13013).
         chosen = [v for v in confirmed if v.tensor in first] or confirmed
         worst = max(chosen, key=lambda v: (v.value or 0) / (v.threshold or 1))
         return [replace(worst, numbers={"count": len(confirmed)})]
@@ -298,7 +299,7 @@ class AdamStateRule(Learning):
         self, numbers: AdamNumbers, usual: dict[str, Any], eps: float, is_known: bool
     ) -> Verdict | None:
         share = numbers.below_epsilon
-        # What Adam divides by should be mostly the gradient's size: a thousandth of it is left.
+        # Adam should divide mostly by the size of the gradient, so epsilon is a thousandth of it.
         root = math.sqrt(numbers.second_moment / numbers.numel)
         power = math.floor(math.log10(max(numbers.gradient_rms, root, 1e-30))) - 3
         words = {"eps": eps, "usual": usual["below"], "excess": self.max_below_epsilon}
@@ -313,7 +314,7 @@ class AdamStateRule(Learning):
     def _judge_zero_run(
         self, step: int, numbers: AdamNumbers, usual: dict[str, Any], beta2: float, is_silent: bool
     ) -> Verdict | None:
-        # Between samples without gradient, a second moment falls by beta2 a step, but for rounding.
+        # Without gradients, the second moment decays by beta2 per step, except for rounding.
         left = usual["moment"] * beta2 ** max(numbers.step - usual["at"], 0)
         has_grown = numbers.second_moment > 1.001 * left
         usual["moment"], usual["at"] = numbers.second_moment, numbers.step
@@ -330,11 +331,11 @@ class AdamStateRule(Learning):
         steps = step - usual["zero_from"]
         boost = _boost(steps, beta2)
         seen = max(step - usual["from"], 1)
-        if is_silent:  # as at a loss of exactly 0: of such runs only the harm is judged
+        if is_silent:  # for example, a loss of exactly 0; judge only the harm of such runs
             is_long = boost >= self.max_update_rms
         else:
-            # A rare token's row is without one for long. Gradients that came at random with the
-            # rate seen so far would stay away for so long with a chance of exp(-rate * steps).
+            # The row of a rare token has long runs without a gradient. If gradients occur at random
+            # with the observed rate, a run of this length has probability exp(-rate * steps).
             had_always = usual["with"] >= 3 and not usual["without"]
             is_long = had_always or math.exp(-usual["grown"] * steps / seen) < ALIVE
         if not usual["grown"] or steps < self.zero_run_steps or not is_long:
@@ -345,7 +346,7 @@ class AdamStateRule(Learning):
     def _judge_stagnant(
         self, tensors: Collection[AdamNumbers], rate: float | None, is_rising: bool
     ) -> list[Verdict]:
-        """Judge all weights together: one rate and one format make them stand still."""
+        """Judge all weights together, because they share the learning rate and the dtype."""
         moving = sum(numbers.moving for numbers in tensors)
         share = sum(numbers.stagnant for numbers in tensors) / max(moving, 1.0)
         # Neither the beginning of a warm-up nor the end of a schedule is a failure.
@@ -362,7 +363,7 @@ class AdamStateRule(Learning):
     ) -> Verdict | None:
         if numbers.is_zero:
             return None
-        # Neither a schedule that ends near 0 nor one that begins there is a failure.
+        # A schedule that begins or ends near 0 is no failure.
         is_low = numbers.ratio < self.min_ratio and knows_rate
         is_low = is_low and (rate is None or rate > 1e-3 * self._highest_rate)
         if not is_low and not (is_known and numbers.ratio > self.max_ratio):
@@ -373,5 +374,5 @@ class AdamStateRule(Learning):
 
 
 def _boost(steps: float, beta2: float) -> float:
-    """Return how much longer than before a step is, after so many without gradient."""
+    """Return the factor by which the first update after a run without gradients is larger."""
     return math.sqrt(1 / (beta2 ** (steps + 1) + 1 - beta2))

@@ -44,13 +44,13 @@ def set_up(run: StartedRun) -> Iterator[Finding]:
 
 
 def precision_flag(run: StartedRun) -> Iterator[Finding]:
-    """`precision` is set beside a precision plugin."""
+    """`precision` is set in addition to a precision plugin."""
     if run.has_both_precisions:
         flag = run.trainer_settings["precision"]
         yield Finding(
             "precision flag",
             "wrong",
-            f"`trainer.precision: {flag}` is set beside a precision plugin.",
+            f"`trainer.precision: {flag}` is set in addition to a precision plugin.",
             "A Trainer accepts only one of the two, and raises an error.",
             f"Remove `precision: {flag}` from `trainer`.",
         )
@@ -197,7 +197,7 @@ def drop_last(run: StartedRun) -> Iterator[Finding]:
 
 
 def compiled_modules(run: StartedRun) -> Iterator[Finding]:
-    """A monitor watches modules inside a compiled one."""
+    """A monitor measures modules inside a compiled module."""
     if run.model is None:
         return
     compiled = [name or "model" for name, m in run.model.named_modules() if _is_compiled(m)]
@@ -206,8 +206,8 @@ def compiled_modules(run: StartedRun) -> Iterator[Finding]:
         yield Finding(
             "compiled modules",
             "advice",
-            f"`{looking[0]}` watches `{compiled[0]}`, which `torch.compile` compiles.",
-            "Hooks do not run inside compiled code: the monitor only sees the module's output.",
+            f"`{looking[0]}` monitors `{compiled[0]}`, which `torch.compile` compiles.",
+            "Hooks do not run in compiled code, so the monitor measures only the module's output.",
             "Compile blocks (`block.compile()`), and name the blocks in `modules`.",
         )
 
@@ -272,7 +272,7 @@ CHECKS: tuple[Callable[[StartedRun], Iterator[Finding]], ...] = (
     checkpoint_dtype, batch_norm, unused_parameters, drop_last, compiled_modules, callbacks,
     tensor_cores,
 )  # fmt: skip
-"""All checks except memory, which makes model and data itself."""
+"""All checks except the check of memory, which makes model and data itself."""
 
 
 def _plain_optimizers(run: StartedRun) -> list[torch.optim.Optimizer]:

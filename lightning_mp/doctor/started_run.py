@@ -26,7 +26,7 @@ from lightning_mp.cli.lightning_cli import LightningMPCLI
 
 __all__ = ["StartedRun", "start"]
 
-# Arguments of `fit` in a saved config, which a Trainer does not take.
+# Arguments of `fit` in a saved config, which a Trainer does not accept.
 _OF_FIT = ("ckpt_path", "weights_only", "subcommand")
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric")
@@ -76,7 +76,7 @@ class StartedRun:
 
     @property
     def has_both_precisions(self) -> bool:
-        """Whether `precision` is set beside a precision plugin, which no Trainer accepts."""
+        """Whether `precision` is set in addition to a plugin, which no Trainer accepts."""
         names = {cls.__name__ for cls in _subclasses(Precision)}
         is_named = any(name in names for name, _ in self.plugins)
         return is_named and self.trainer_settings.get("precision") is not None
@@ -122,7 +122,7 @@ def start(
         ValueError: The file holds no mapping.
     """
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a `class_path` may name code beside the config
+        sys.path.insert(0, os.getcwd())  # a `class_path` may refer to code in this folder
     settings = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise ValueError(

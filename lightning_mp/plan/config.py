@@ -32,14 +32,14 @@ __all__ = ["subject_of_config"]
 def subject_of_config(path: str, precision: str | None = None) -> Subject:
     """Make model and data of a config, and measure its towers in one training step.
 
-    No Trainer is made, so a config for 256 GPUs can be planned on a laptop. The first batch of the
-    training loader tells the bytes of a pair.
+    No Trainer is made, so a config for 256 GPUs can be planned on a laptop. The bytes of a pair are
+    those of the first batch of the training loader.
 
     Raises:
         ValueError: `PRECISIONS` lacks the precision of the config, or there is no training loader.
     """
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a `class_path` may name code beside the config
+        sys.path.insert(0, os.getcwd())  # a `class_path` may refer to code in this folder
     settings: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     trainer = settings.get("trainer") or {}
     strategy = _arguments(trainer.get("strategy"))
@@ -79,7 +79,7 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
 def _measured(
     settings: dict[str, Any], strategy: dict[str, Any], batch: Any, precision: StaticBytes
 ) -> tuple[LightningModule, dict[str, TowerBytes], str]:
-    """Measure on tensors without memory, or on a few pairs if the model cannot run on these."""
+    """Measure on tensors without memory, or on a few pairs if the model cannot run on them."""
 
     def measure(
         made_in: AbstractContextManager[object], *, fake: bool
@@ -95,8 +95,8 @@ def _measured(
 
         return model, measure_towers(model, towers, step, precision)
 
-    # Some models cannot be made without memory: open_clip moves its models to a device. Others read
-    # values, or have operators without a shape function.
+    # Some models cannot be made without memory, because open_clip moves its models to a device.
+    # Others read values, or have operators without a shape function.
     for made_in in (nullcontext(), unset_fake_temporarily()):
         with contextlib.suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
             return *measure(made_in, fake=True), "on tensors without memory"
@@ -135,9 +135,9 @@ def _pairs(batch: Any) -> int:
 
 
 def _made(settings: dict[str, Any], part: str, **options: Any) -> Any:
-    """Make one part of a config alone."""
+    """Make one part of a config."""
     kind = {"model": LightningModule, "data": LightningDataModule, "optimizer": Optimizer}[part]
-    # By default the parser would exit and print the usage of a command that nobody called.
+    # By default, the parser would exit and print the usage of another command.
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(kind, part, **options)
     try:

@@ -22,7 +22,7 @@ __all__ = ["METHODS", "Machine", "Memory", "Method", "Rate", "Seconds", "exchang
 
 def _tiles_on(device: str, workspace_bytes: int | None = None) -> TileBackend:
     """Return the tile backend of a `"cuda"` or `"cpu"` device, which need not exist here."""
-    # Triton exists on Linux only; elsewhere torch's tiles stand for it.
+    # Triton exists only on Linux; elsewhere, use the tiles of torch.
     if device == "cpu" or importlib.util.find_spec("triton") is None:
         return TorchTiles(workspace_bytes)
     from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
@@ -101,8 +101,8 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
     workspace = workspace_on(machine.device)
     loss = formulas.loss_bytes(method.loss, batch, machine.gpus, subject.width, workspace)
     if method.cached:
-        # A replay sums gradients aside: those of the running tower for this micro-batch come on
-        # top, and so do the gradients of the features.
+        # During a replay, the gradients of the running tower for this micro-batch and the gradients
+        # of the features exist in addition.
         backbone += max(seen * t.saved_per_pair + formulas.FP32 * t.parameters for t in towers)
         backbone += features / 2
     else:  # the towers' graphs exist while the loss is computed
@@ -141,15 +141,15 @@ def largest(method: Method, subject: Subject, machine: Machine) -> tuple[int, in
 def products(method: Method, batch: int, subject: Subject, machine: Machine) -> float:
     """Return the matrix products of `2 b B D` FLOPs of a loss and its backward.
 
-    Our second sweep multiplies only the tiles that the workspace could not keep from the first,
-    here as if the texts of all ranks arrived at once.
+    Our second sweep multiplies only the tiles that the workspace could not store in the first. This
+    assumes that the texts of all ranks arrive at once.
     """
     if method.loss != OURS:
         return method.products
     dtype, device = subject.static.activations, torch.device(machine.device)
     rows = -(-batch // machine.gpus)
     left = workspace_on(machine.device)
-    if machine.gpus > 1:  # the exchange takes its part of the workspace first
+    if machine.gpus > 1:  # the exchange uses a part of the workspace
         _, left = share_workspace([rows] * machine.gpus, subject.width, dtype, left)
     tiles = _tiles_on(machine.device, left)
     kept = tiles.stored_values(rows, batch, dtype, device)
@@ -192,7 +192,7 @@ class Seconds:
     ) -> Seconds:
         """Return the time of a step with a method."""
         sent, flops = exchanged(method, batch, subject, machine)
-        # The rate includes the replay; without a gradient cache there is a forward less.
+        # The rate includes the replay, which does not exist without a gradient cache.
         whole, work = (subject.flops_per_pair(cached=cached) for cached in (True, method.cached))
         share = work / whole if whole else 1.0
         return cls(
@@ -203,5 +203,5 @@ class Seconds:
 
     @property
     def step(self) -> float:
-        """Time of the step; transfers run beside the products."""
+        """Time of the step; transfers overlap with the products."""
         return self.towers + max(self.loss, self.exchange)

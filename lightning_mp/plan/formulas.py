@@ -4,7 +4,7 @@ Legend: ``B`` global batch, ``b`` batch of a rank, ``W`` ranks, ``D`` feature wi
 paper are GiB: its four matrices of 65,536^2 fp32 values are "66.11 GB".
 
 The peak of a rank is the paper's Eq. 10, M_data + max(M_loss, M_backbone), plus two terms that the
-equation leaves out, the features that gradient caching keeps and the weights:
+equation omits, the features that gradient caching stores and the weights:
 
     peak = data + features + static + max(loss, backbone)
 
@@ -95,7 +95,7 @@ def host_bytes(
 
 def largest_batch(peak: Callable[[int], float], budget: float, step: int) -> int:
     """Return the largest multiple of `step` whose peak fits, or 0; peaks must not decrease."""
-    # Few evaluations: a caller may measure each peak with a run.
+    # Few evaluations, because a caller may measure each peak with a run.
     if peak(step) > budget:
         return 0
     fits = 1

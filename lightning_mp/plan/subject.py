@@ -22,13 +22,13 @@ __all__ = ["PRECISIONS", "StaticBytes", "Subject", "TowerBytes", "state_bytes"]
 class StaticBytes:
     """Bytes of one trained parameter on a rank."""
 
-    weight: int  # the weight that the optimizer steps, with its residual if it has one
-    copy: int  # the half copy that modules compute with; autocast makes one in each forward
-    gradient: int  # as the optimizer sees it
-    bucket: int  # in the buckets of DDP
-    activations: torch.dtype  # that most modules compute in
-    policy: str  # where that dtype comes from: `"none"`, `"autocast"` or `"weights"`
-    stepped: str = "float32"  # dtype of the weights that the optimizer is given
+    weight: int  # the weight that the optimizer updates, with its residual if it has one
+    copy: int  # the half copy for the forward; autocast makes one in each forward
+    gradient: int  # the gradient that the optimizer receives
+    bucket: int  # the gradient in the buckets of DDP
+    activations: torch.dtype  # dtype in which most modules compute
+    policy: str  # source of this dtype: `"none"`, `"autocast"` or `"weights"`
+    stepped: str = "float32"  # dtype of the weights that the optimizer receives
 
     @property
     def held(self) -> int:
@@ -49,8 +49,8 @@ PRECISIONS = {
     "PureFP16": StaticBytes(4, 0, 4, 2, torch.float16, "weights"),
     "bf16-true": StaticBytes(2, 0, 2, 2, torch.bfloat16, "weights", stepped="bfloat16"),
 }
-"""By Lightning's name of a precision, or by the plugin. `PureFP16` has a weight and a residual of 2
-bytes each, and gradients of 4 bytes from `on_before_optimizer_step` on."""
+"""Bytes by Lightning's name of a precision, or by plugin. `PureFP16` has a weight and a residual of
+2 bytes each, and gradients of 4 bytes from `on_before_optimizer_step` on."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Subject:
     name: str  # for headings
     parameters: int  # trained values
     optimizer: str  # for the table, with the reason if it is assumed
-    states: Mapping[str, int]  # bytes of its states, by the dtype of the weights that it is given
+    states: Mapping[str, int]  # bytes of its states, by the dtype of the weights that it receives
     towers: Mapping[str, TowerBytes]  # by name
-    pair_bytes: float  # of a pair as the loader yields it
+    pair_bytes: float  # bytes of a pair as the loader yields it
     precision: str  # a key of `PRECISIONS`
-    micro_batch: int = 128  # pairs that a tower sees at a time, m
+    micro_batch: int = 128  # pairs that a tower processes at a time, m
     frozen_parameters: int = 0  # values that are not trained
     offload: bool = False  # whether the batch stays in host memory
     prefetch: int = 2  # micro-batches copied ahead with `offload`
@@ -87,14 +87,14 @@ class Subject:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Sequence[Optimizer], **known: Any) -> Subject:
-        """Return the subject of a model; states of AdamW stand for optimizers that cannot step."""
+        """Return the subject of a model; assume the states of AdamW if an optimizer cannot step."""
         trained = [p for p in model.parameters() if p.requires_grad]
         dtypes = dict.fromkeys(static.stepped for static in PRECISIONS.values())
         name = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
         try:
             states = {dtype: state_bytes(optimizers, getattr(torch, dtype)) for dtype in dtypes}
         except Exception as error:  # an optimizer may raise anything
-            name = f"AdamW, as {name} takes no step here ({str(error).splitlines()[0]})"
+            name = f"AdamW, because {name} cannot step here ({str(error).splitlines()[0]})"
             adamw = [torch.optim.AdamW(trained)]
             states = {dtype: state_bytes(adamw, getattr(torch, dtype)) for dtype in dtypes}
         parameters = sum(p.numel() for p in trained)
@@ -128,10 +128,10 @@ class Subject:
 
 
 def state_bytes(optimizers: Sequence[Optimizer], dtype: torch.dtype) -> int:
-    """Return the bytes of all states after a step; the optimizers' own states are lost.
+    """Return the bytes of all states after a step; the optimizers lose their own states.
 
     Each shape is stepped once, on a tensor without memory, or on zeros for an optimizer that reads
-    values, such as torch's Adafactor. The step of an optimizer may raise.
+    values, such as torch's Adafactor. The step of an optimizer may raise an error.
     """
     total = 0
     for optimizer in optimizers:
@@ -155,7 +155,7 @@ def _state_bytes_of_one(
     dtype: torch.dtype,
     mode: AbstractContextManager[object],
 ) -> int:
-    optimizer.state.clear()  # of the shape before
+    optimizer.state.clear()  # states of the previous shape
     with mode:
         param = nn.Parameter(torch.zeros(shape, dtype=dtype))
         param.grad = torch.zeros_like(param)

@@ -1,7 +1,7 @@
-"""Measures what a model's towers save for the backward of one pair.
+"""Measures the bytes that a model's towers save for the backward of one pair.
 
-`FakeTensorMode` runs a model on tensors without memory and picks the operators of a real device:
-fused attention saves no matrix of tokens by tokens, which the meta device's operators would. A
+`FakeTensorMode` runs a model on tensors without memory and selects the operators of a real device.
+Unlike operators of the meta device, fused attention then saves no matrix of tokens by tokens. A
 ViT-L takes a second.
 """
 
@@ -83,7 +83,7 @@ class _Counter:
     def call(
         self, tower: Tower, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a call of a tower, and count."""
+        """Run a call of a tower and count its FLOPs, parameters and feature width."""
         counts = self.of[tower.name]
         self._running.append(tower.name)
         try:
@@ -109,7 +109,7 @@ class _Counter:
     def pack(self, tensor: Tensor) -> Tensor:
         """Record a saved tensor."""
         if self._running and _storage(tensor) not in self._owned:
-            # Kept alive, so that its key stays unique. Nested towers count for the outer one.
+            # Kept alive, so that its key stays unique. Nested towers count for the outermost one.
             self.of[self._running[0]].saved[_storage(tensor)] = tensor.untyped_storage()
         return tensor
 
@@ -130,7 +130,7 @@ def measure_towers(
     Raises:
         ValueError: The step did not call a tower.
     """
-    # The difference leaves out what does not depend on the size, such as half weights.
+    # The difference excludes bytes that do not depend on the size, such as half weights.
     counters = []
     for size in _SIZES:
         counter = _Counter(model)
@@ -143,7 +143,7 @@ def measure_towers(
             try:
                 step(size)
             except RuntimeError:
-                # The loss may read values, which fake tensors lack; the towers have run by then.
+                # The loss may read values, which fake tensors lack, but the towers have run.
                 if not all(counter.of[tower.name].width for tower in towers):
                     raise
         counters.append(counter)

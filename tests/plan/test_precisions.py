@@ -112,7 +112,7 @@ def test_optimizer_that_cannot_step_is_replaced_by_adamw_in_the_table() -> None:
     model = nn.Linear(64, 64)
     known: dict[str, Any] = {"name": "", "towers": {}, "pair_bytes": 1, "precision": "32-true"}
     subject = Subject.of(model, [torch.optim.LBFGS(model.parameters())], **known)
-    assert subject.optimizer.startswith("AdamW, as LBFGS takes no step here (LBFGS.step() missing")
+    assert subject.optimizer.startswith("AdamW, because LBFGS cannot step here (LBFGS.step() ")
     values = 64 * 64 + 64
     # Both moments, and the step count of each tensor.
     assert subject.states == {"float32": 8 * values + 2 * 4, "bfloat16": 4 * values + 2 * 4}
