@@ -1,6 +1,7 @@
 """The preflight names planted weaknesses, proves the cure, and leaves the run as it was."""
 
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from lightning_mp import (
     BalancedAMP,
     InfCLStrategy,
     InstabilityReport,
+    LightningMPCLI,
     LossScaleConfig,
     PrecisionPreflight,
-    PureFP16,
 )
 from lightning_mp.cli import main
 from tests.preflight.models import WEAK, LayerScale, Sentences, Shifts, Words, plugin, trainer
@@ -62,14 +63,21 @@ def test_planted_weakness_is_named_and_cured(weak: str, name: str) -> None:
 
 
 def with_settings(callback: PrecisionPreflight, model: pl.LightningModule) -> PrecisionPreflight:
-    """Return the preflight of a model with the settings that another one printed."""
-    (entry,) = yaml.safe_load(callback.settings)["trainer"]["plugins"]
-    kind = {"BalancedAMP": BalancedAMP, "PureFP16": PureFP16}[entry["class_path"]]
+    """Return the preflight of a model with printed settings, read as by `fit --config`."""
+    settings = yaml.safe_load(callback.settings)["trainer"]
+    args: Any = {"model": "tests.preflight.models.Words", "trainer": {**QUIET, **settings}}
+    with warnings.catch_warnings():  # of LightningCLI, about pytest's own arguments
+        warnings.simplefilter("ignore")
+        cli = LightningMPCLI(
+            args=args,
+            run=False,
+            save_config_callback=None,
+            parser_kwargs={"exit_on_error": False},
+        )
     cured = PrecisionPreflight(steps=2, stops=True)
     pl.seed_everything(0, verbose=False)
-    run = pl.Trainer(
-        **{**QUIET, "max_steps": 4, "callbacks": cured}, plugins=kind(**entry["init_args"])
-    )
+    plugins = cli.trainer.precision_plugin
+    run = pl.Trainer(**{**QUIET, "max_steps": 4, "callbacks": cured}, plugins=plugins)  # type: ignore[arg-type]
     run.fit(model, Sentences())
     return cured
 
@@ -391,9 +399,17 @@ def test_gradients_below_the_range_are_cured_by_the_loss_scale() -> None:
     assert settings == {"half": "fp16", "loss_scale": {"init_scale": scale}}
     assert scale > 4.0
     assert "With an initial loss scale of" in callback.text
-    cured = look_at_scale(scale).result
+    cured = with_settings(callback, scaled()).result
     assert cured is not None
     assert cured.is_clean
+    (before,), (after,) = (
+        [m for m in result.modules if m.path == "blocks.0.up"]
+        for result in (callback.result, cured)
+    )
+    # Below half the smallest number of fp16; with the settings, between it and 2^-14.
+    assert (before.underflow, before.subnormal) == (1, 0)
+    assert after.underflow < 0.1
+    assert after.subnormal > 0.5
 
 
 class LowRank(torch.nn.Module):
