@@ -2,7 +2,9 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +153,7 @@ class PrecisionPreflight(pl.Callback):
 
 
 def _arguments_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the arguments of the precision plugin that a remedy extends."""
+    """Return the arguments of the precision plugin that a remedy extends or keeps."""
     plugin: Any = trainer.precision_plugin
     policy = getattr(plugin, "policy", None)
     return {
@@ -160,4 +162,13 @@ def _arguments_of(trainer: pl.Trainer) -> dict[str, Any]:
         "half_ops": list(getattr(policy, "half_ops", ())),
         "inf_clamp": list(getattr(getattr(plugin, "inf_clamp", None), "modules", ())),
         "is_dynamic": getattr(getattr(scaler_of(trainer), "config", None), "dynamic", True),
+        "passed": {k: _plain(v) for k, v in getattr(plugin, "_arguments", {}).items()},
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument as YAML writes it."""
+    if is_dataclass(value):
+        given = ((each, getattr(value, each.name)) for each in fields(value))
+        return {each.name: v for each, v in given if v != each.default}
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -105,14 +105,14 @@ def settings_of(found: Preflight, plugin: str, arguments: dict[str, Any]) -> str
         found: The result.
         plugin: Class name of the precision plugin.
         arguments: The arguments of the plugin that a remedy extends; `is_dynamic` tells whether
-            its loss scale moves.
+            its loss scale moves, `passed` are the arguments that the user passed.
     """
     remedy = found.remedy
     if not found.stagnates and not found.is_mended:
         return ""
     is_ours = plugin in _OURS and not found.stagnates and remedy.half is None
     half = found.half if remedy.half is None else remedy.half
-    wanted: dict[str, Any] = {"half": _NAMES[str(half)]}
+    wanted: dict[str, Any] = {"half": _NAMES[str(half)], **(arguments["passed"] if is_ours else {})}
     if found.is_mended and remedy.half is None:
         wanted |= _changed(remedy, arguments)
     if plugin in ("MixedPrecision", "Precision") and remedy.half is None:
@@ -125,10 +125,11 @@ def settings_of(found: Preflight, plugin: str, arguments: dict[str, Any]) -> str
 
 def _changed(remedy: Remedy, arguments: dict[str, Any]) -> dict[str, Any]:
     if remedy.loss_scale is not None:
-        is_dynamic = arguments["is_dynamic"]
-        return {
-            "loss_scale": {"init_scale": remedy.loss_scale} if is_dynamic else remedy.loss_scale
-        }
+        if not arguments["is_dynamic"]:
+            return {"loss_scale": remedy.loss_scale}
+        passed = arguments["passed"].get("loss_scale")
+        others = passed if isinstance(passed, dict) else {}
+        return {"loss_scale": {**others, "init_scale": remedy.loss_scale}}
     changed = {
         kind: [*dict.fromkeys([*arguments[kind], *getattr(remedy, kind)])]
         for kind, _ in remedy.names

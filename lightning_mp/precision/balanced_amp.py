@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp._arguments import Check, explains_arguments
+from lightning_mp._arguments import Check, explains_arguments, keeps_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision._choice.module_selection import select_modules
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
@@ -75,6 +75,7 @@ class BalancedAMP(ScaledPrecision):
 
     precision: Literal["16-mixed", "bf16-mixed"] = "16-mixed"
 
+    @keeps_arguments
     def __init__(
         self,
         *,

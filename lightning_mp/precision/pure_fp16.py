@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import explains_arguments, keeps_arguments
 from lightning_mp.precision._choice.module_selection import select_modules
 from lightning_mp.precision._scaling.scaled_precision import Closure, ScaledPrecision
 from lightning_mp.precision._weights.half_module import (
@@ -78,6 +78,7 @@ class PureFP16(ScaledPrecision):
 
     precision: Literal["16-true", "bf16-true"] = "16-true"
 
+    @keeps_arguments
     def __init__(
         self,
         *,

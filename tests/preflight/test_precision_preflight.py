@@ -412,6 +412,24 @@ def test_gradients_below_the_range_are_cured_by_the_loss_scale() -> None:
     assert after.subnormal > 0.5
 
 
+def test_settings_keep_the_other_arguments_of_the_plugin() -> None:
+    settings = []
+    for weights in ("half", "full"):
+        scale = LossScaleConfig(growth_interval=7)
+        plugin = BalancedAMP(weights=weights, loss_scale=scale, fp32_modules=("norm", "head"))  # type: ignore[arg-type]
+        callback = PrecisionPreflight(steps=2, stops=True)
+        pl.seed_everything(0, verbose=False)
+        run = pl.Trainer(**{**QUIET, "max_steps": 4, "callbacks": callback}, plugins=plugin)
+        run.fit(made("cancellation"), Sentences())
+        settings.append(yaml.safe_load(callback.settings)["trainer"]["plugins"][0]["init_args"])
+    expected = {
+        "half": "fp16",
+        "loss_scale": {"growth_interval": 7},
+        "fp32_modules": ["norm", "head", "blocks.1.weak"],
+    }
+    assert settings == [expected, {**expected, "weights": "full"}]
+
+
 class LowRank(torch.nn.Module):
     """A frozen layer in fp16, and two factors of low rank beside it: LoRA."""
 
