@@ -21,9 +21,9 @@ class Remedy:
     """Settings of a precision plugin that mend the errors of half precision.
 
     Args:
-        fp32_modules: Modules to compute in fp32, beside those of the plugin.
-        fp32_ops: Ops to compute in fp32, beside those of the plugin.
-        inf_clamp: Modules whose fp16 outputs are clamped, beside those of the plugin.
+        fp32_modules: Modules to compute in fp32, in addition to those of the plugin.
+        fp32_ops: Ops to compute in fp32, in addition to those of the plugin.
+        inf_clamp: Modules whose fp16 outputs are clamped, in addition to those of the plugin.
         loss_scale: Initial loss scale.
         half: `BalancedAMP` with this dtype in place of the plugin of the run.
     """

@@ -68,7 +68,7 @@ def _preflights(trainer: pl.Trainer) -> list[list[str]]:
 
 
 def preflight_page_of(trainer: pl.Trainer, report: Path | None) -> str | None:
-    """Return the name of the page of `PrecisionPreflight`, if it is beside the report's."""
+    """Return the name of the page of `PrecisionPreflight` if it is in the report's folder."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     pages = [each.path for each in callbacks if _is_preflight(each) and each.path]
     beside = [page.name for page in pages if report is not None and page.parent == report.parent]

@@ -69,7 +69,7 @@ class CourseRule(Learning):
                 known["best_step"] = step
         if norm is not None and 0 < norm < math.inf:
             self._norms.append(norm)
-        # Medians of 32 steps change little from one step to the next.
+        # Medians of 32 steps change little from step to step.
         if known["steps"] % _EVERY:
             return []
         found = [] if "start" not in known else self._judge_loss(step)
@@ -78,7 +78,7 @@ class CourseRule(Learning):
     def _judge_loss(self, step: int) -> list[Verdict]:
         known, losses = self._known, list(self._losses)
         noise = max(noise_of(losses), _FLOOR * abs(known["best"]))
-        # Few steps are enough for a rise right at the start.
+        # A rise right at the start is measured over few steps.
         early = statistics.median(losses[-_EVERY:]) - known["start"]
         if known["steps"] <= _STALLED and early > known.get("risen", 0.0):
             known["risen"] = early
@@ -89,23 +89,23 @@ class CourseRule(Learning):
         if level < known["best"]:
             known["recovered"] = max(known.get("recovered", 0.0), known.get("rise", 0.0))
             known |= {"best": level, "best_step": step, "noise": noise, "rise": 0.0}
-        # What came back to a new best was a swing, as of rewards, and no divergence.
+        # A rise that was followed by a new best was a swing, for example of rewards.
         rise = level - known["best"]
         known["rise"] = max(known.get("rise", 0.0), rise)
         gained = known["start"] - known["best"]
         usual = known.get("noise", 0.0)
         rivals = self._true_rivals()
         limit = max(_NOISES * usual, _LOST * gained) * (_RIVALS if rivals else 1.0)
-        # The noise at the start is not known: there a rise must stand out of the noise now by more.
+        # The noise at the start is unknown, so a rise must exceed the present noise by more.
         now = _NOISES_NOW if gained > 0 else _NOISES
         limit = max(limit, now * noise, _TIMES_RECOVERED * known.get("recovered", 0.0))
         numbers = {"best": known["best"], "best_step": known["best_step"], "window": _WINDOW}
         known["excess"] = rise - limit
-        # Of losses that oppose each other one may rise for long: all must be lost at once.
+        # One of several opposing losses may rise for long, so all must have risen.
         is_lost = all(rule._known.get("excess", -1.0) > 0 for rule in (self, *rivals))
         is_new = self._lasts("divergence", is_lost)
         if known["divergence"] >= _LASTING:
-            known["rise"] = 0.0  # what a divergence lost is no swing
+            known["rise"] = 0.0  # a divergence is no swing
         if is_new:
             tags = () if gained > 0 else ("from start",)
             above = known["best"] + limit
@@ -118,7 +118,7 @@ class CourseRule(Learning):
     def _judge_stall(self, level: float, noise: float) -> list[Verdict]:
         known = self._known
         steps, start, risen = known["steps"], known["start"], known.get("risen", 0.0)
-        # A best level below the start by the noise of a step (4 errors of a level) is learning.
+        # A best level below the start by the noise of a step (4 errors of a level) means learning.
         if start - known["best"] > noise or "stalled" in known or self._true_rivals():
             return []
         numbers = {"start": start, "steps": steps, "peak": start + risen}
