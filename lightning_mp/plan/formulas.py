@@ -18,7 +18,7 @@ import bisect
 from collections.abc import Callable
 
 __all__ = [
-    "CLIP_PRODUCTS", "CROSS_GPU", "DENSE", "FP32", "GIB", "INF_CL", "INF_CL_PRODUCTS",
+    "CLIP_PRODUCTS", "DENSE", "FP32", "GIB", "INF_CL", "INF_CL_PRODUCTS",
     "LOCAL", "OURS", "OUR_PRODUCTS", "epoch_hours", "exchange_bytes", "host_bytes",
     "largest_batch", "loss_bytes", "loss_flops", "our_features_bytes",
 ]  # fmt: skip
@@ -26,7 +26,6 @@ __all__ = [
 GIB = 2**30
 FP32, FP64 = 4, 8
 DENSE, LOCAL, INF_CL, OURS = "dense (CLIP)", "local (OpenCLIP)", "Inf-CL", "lightning-mp"
-CROSS_GPU = "cross-GPU"
 
 # Matrix products of `2 b B D` FLOPs in a loss and its backward. CLIP's code computes the logits of
 # both directions, Inf-CL's kernels recompute them for each gradient, and ours computes them once,
@@ -40,7 +39,6 @@ OUR_PRODUCTS = 4
 DENSE_MATRICES, DENSE_FEATURES = 4.096, 3.04  # CLIP at 32k and 64k on 8 GPUs
 LOCAL_MATRICES, LOCAL_OWN_FEATURES = 4.095, 2.8  # OpenCLIP at 64k and 128k on 8 GPUs
 LOCAL_GATHERED_FEATURES = 2.0  # counted: the features of all ranks, both towers
-CROSS_GPU_MATRICES = 4.0  # Table 4's cross-GPU cell less the one below it, at 64k on 4 GPUs
 INF_CL_FEATURES = 15.4  # Inf-CL at 128k on 8 GPUs
 # From 128k pairs a rank on, every cell has two more copies of the features.
 INF_CL_FEATURES_LARGE = 17.41  # Inf-CL with offload at 1024k on 8 GPUs
@@ -61,10 +59,10 @@ def loss_bytes(
     """Return the bytes of a loss on a rank beyond the features, including their gradients.
 
     CLIP's loss has logits and softmax of both directions on every rank, OpenCLIP's `local_loss` the
-    rows of the rank's pairs and the features of all ranks, a ring without tiles the logits of one
-    shard, and Inf-CL copies of its features. Ours has at most `8 b D` fp32 values (gradients of
-    both towers, blocks of the exchange and their sums), the workspace of tiles, and float64 vectors
-    of length b (positives, log-sum-exps, margins and temporaries).
+    rows of the rank's pairs and the features of all ranks, and Inf-CL copies of its features. Ours
+    has at most `8 b D` fp32 values (gradients of both towers, blocks of the exchange and their
+    sums), the workspace of tiles, and float64 vectors of length b (positives, log-sum-exps, margins
+    and temporaries).
     """
     rank_batch = batch / ranks
     if method == OURS:
@@ -77,8 +75,7 @@ def loss_bytes(
         return FP32 * (LOCAL_MATRICES * batch * rank_batch + features * batch * width)
     large = rank_batch >= INF_CL_LARGE_RANK_BATCH
     features = INF_CL_FEATURES_LARGE if large else INF_CL_FEATURES
-    matrices = CROSS_GPU_MATRICES * rank_batch**2 if method == CROSS_GPU else 0.0
-    return FP32 * (matrices + features * rank_batch * width)
+    return FP32 * features * rank_batch * width
 
 
 def host_bytes(

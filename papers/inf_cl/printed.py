@@ -44,6 +44,7 @@ L14_WIDTH, B16_WIDTH = 768, 512
 # Counted by `plan --model` under fp16 autocast: parameters, and bytes that both towers save a pair.
 L14_PARAMETERS, L14_SAVED = 427_616_513, 284_228_976
 B16_PARAMETERS, B16_SAVED = 149_620_737, 93_415_652
+CROSS_GPU_MATRICES = 4.0  # Table 4's cross-GPU cell less the one below it, at 64k on 4 GPUs
 NAMES = {"CLIP": formulas.DENSE, "OpenCLIP": formulas.LOCAL, "Inf-CL+offload": formulas.INF_CL}
 USABLE_GIB = 79.35  # usable memory of an A800 with 80 GiB
 SECONDS_PER_PAIR = 25.0 / (32 * K)  # on 8 GPUs, from Inf-CL at 32k
@@ -98,6 +99,9 @@ def figures() -> dict[str, Any]:
 
 def loss_gib(method: str, batch: int, ranks: int, width: int) -> float:
     """Return M_loss in GiB; `method` is a name of the paper's or lightning-mp's."""
+    if method == "cross-GPU":  # a ring without tiles also has the logits of one shard
+        logits = CROSS_GPU_MATRICES * formulas.FP32 * (batch / ranks) ** 2
+        return loss_gib(formulas.INF_CL, batch, ranks, width) + logits / GIB
     name, workspace = NAMES.get(method, method), workspace_on("cuda")
     return formulas.loss_bytes(name, batch, ranks, width, workspace) / GIB
 

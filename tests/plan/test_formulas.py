@@ -12,8 +12,9 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan import formulas
 from lightning_mp.plan.estimate import Memory
-from lightning_mp.plan.formulas import CROSS_GPU, DENSE, GIB, INF_CL, LOCAL, OURS, loss_bytes
+from lightning_mp.plan.formulas import DENSE, GIB, INF_CL, LOCAL, OURS, loss_bytes
 from papers.allocation import peak_allocated
+from papers.inf_cl.printed import loss_gib
 from tests.processes import exit_code_of
 
 
@@ -25,7 +26,8 @@ def test_bytes_of_losses_equal_their_counts_of_fp32_values() -> None:
     assert loss_bytes(INF_CL, 1024, 4, 256) == pytest.approx(4 * 15.4 * 2**16)
     assert loss_bytes(INF_CL, 2**20, 8, 256) == pytest.approx(4 * 17.41 * 2**25)
     # Four matrices of 256 x 256 on each of four ranks, and the copies for tiles.
-    assert loss_bytes(CROSS_GPU, 1024, 4, 256) == pytest.approx(4 * (4 * 2**16 + 15.4 * 2**16))
+    ring = loss_gib("cross-GPU", 1024, 4, 256) * GIB
+    assert ring == pytest.approx(4 * (4 * 2**16 + 15.4 * 2**16))
 
 
 def test_bytes_of_our_loss_are_eight_copies_vectors_and_a_workspace() -> None:
