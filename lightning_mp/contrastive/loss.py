@@ -78,7 +78,7 @@ class ContrastiveLoss(nn.Module):
         directions: `"image_to_text"` keeps only the first term, `"text_to_image"` the second.
         duplicates: Pairs with equal `ids` are no negatives (`"mask"`), or are positives.
         label_smoothing: Part of each target, 0 to 1, that is spread evenly over all candidates.
-        false_negatives: Omit negatives whose similarity exceeds the positive's minus `margin`
+        false_negatives: Mask negatives whose similarity exceeds the positive's minus `margin`
             (`"absolute"`) or minus `margin` times its magnitude (`"relative"`), as in GISTEmbed.
         margin: Margin of `false_negatives`.
         partition: `"joint"` puts both directions of a pair into one softmax.
@@ -230,7 +230,7 @@ class ContrastiveLoss(nn.Module):
                 (b,), or (b, k) padded with -1. By default text i belongs to image i.
             negatives: Features of texts that are negatives of one image only, (b, k, D).
             guide_image: Image features of a guide, (b, G), whose similarities decide which
-                negatives `false_negatives` omits.
+                negatives `false_negatives` masks.
             guide_text: Text features of the guide, (n, G).
         """
         loss, found = self._compute(

@@ -22,7 +22,7 @@ class LossStatistics(NamedTuple):
             (|\mathrm{scale}|\,\|\mathrm{image}_i\|\,\|\mathrm{text}_i\| + |\mathrm{bias}|).
 
     A collapsed model, whose features are all equal, thus has an accuracy of 0. A NaN is not a hit.
-    Pairs that the loss omits (equal `ids`) are not compared. Texts without an image are compared as
+    Pairs that the loss masks (equal `ids`) are not compared. Texts without an image are compared as
     negatives and have no accuracy of their own. `weights` weight all means. The loss raises an
     error for several positives per row or column, for `negatives` and for `false_negatives`.
 

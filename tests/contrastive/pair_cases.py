@@ -62,7 +62,7 @@ class Case:
     def weighted_mask(self) -> None:
         self.weights()
         self.call["ids"] = few_ids(self.n, 3)
-        self.dense["left_out"] = self.call["ids"][self.own, None] == self.call["ids"]
+        self.dense["masked"] = self.call["ids"][self.own, None] == self.call["ids"]
 
     def smoothing(self) -> None:
         self.setup["label_smoothing"] = self.dense["smoothing"] = 0.1
@@ -104,7 +104,7 @@ class Case:
         own = self.own[torch.cat([at + x for at, x in zip(self._firsts(0), order, strict=True)])]
         self.match = torch.zeros_like(self.match)
         self.match[torch.arange(self.b), own] = True
-        self.dense["left_out"] = self.call["ids"][own, None] == self.call["ids"]
+        self.dense["masked"] = self.call["ids"][own, None] == self.call["ids"]
         self._weigh(self.call["weights"], own)
 
     def negatives(self) -> None:
@@ -152,7 +152,7 @@ class Case:
         self.match[torch.arange(self.b), self.own] = True
 
     def _limit(self, image: Tensor, text: Tensor, negatives: Tensor | None) -> dict[str, Any]:
-        """What is left out by the rule, as `CachedGISTEmbedLoss` has it, by row and by column."""
+        """Return the masks of `false_negatives` as `CachedGISTEmbedLoss` defines them."""
         if "guide_image" in self.call:
             image, text = (self.call[name].double() for name in ("guide_image", "guide_text"))
         similarities = image @ text.T
@@ -165,14 +165,14 @@ class Case:
         # No tie that fp32 may see another way: 12 products of 1 at most are off by 12 2^-24.
         for limit in (threshold_b[:, None], threshold_n):
             assert (similarities - limit).abs().masked_fill(self.match, 1.0).min() > 8e-7
-        masked = self.dense.get("left_out", torch.zeros_like(self.match))
+        masked = self.dense.get("masked", torch.zeros_like(self.match))
         found = {
-            "left_out": masked | (similarities > threshold_b[:, None]),
-            "column_left_out": masked | (similarities > threshold_n),
+            "masked": masked | (similarities > threshold_b[:, None]),
+            "column_masked": masked | (similarities > threshold_n),
         }
         assert all(0.02 < x[~self.match].double().mean() < 0.98 for x in found.values())
         if negatives is not None:
-            found["negatives_left_out"] = (
+            found["negatives_masked"] = (
                 torch.einsum("id,ikd->ik", image, negatives) > threshold_b[:, None]
             )
         return found

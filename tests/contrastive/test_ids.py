@@ -26,7 +26,7 @@ def dense(
 
 
 def of_logits(name: str, ids: Tensor, logits: Tensor) -> Tensor:
-    """The formulas with other pairs of equal ids left out of every sum, by autograd."""
+    """The formulas with other pairs of equal ids masked in every sum, by autograd."""
     own = torch.eye(len(ids), dtype=torch.bool)
     logits = logits.masked_fill((ids[:, None] == ids) & ~own, -torch.inf)
     if name == "sigmoid":
@@ -44,7 +44,7 @@ def few_ids(b: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("workspace_bytes", [1, 400_000, 2**25])
-def test_equal_ids_are_left_out(name: str, dtype: torch.dtype, workspace_bytes: int) -> None:
+def test_pairs_of_equal_ids_are_masked(name: str, dtype: torch.dtype, workspace_bytes: int) -> None:
     b = 193
     features = [F.normalize(torch.randn(b, 24), dim=1).to(dtype) for _ in range(2)]
     inputs = [x.requires_grad_() for x in (*features, torch.tensor(20.0), torch.tensor(-5.0))]
@@ -108,7 +108,7 @@ def _steps(rank: int, sizes: list[int], seed: int) -> dict[tuple[str, str], dict
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [[8, 8], [13, 6], [5, 7, 1, 11]])
-def test_equal_ids_of_other_ranks_are_left_out(sizes: list[int]) -> None:
+def test_pairs_of_equal_ids_on_other_ranks_are_masked(sizes: list[int]) -> None:
     seed = torch.seed() % 2**31
     by_rank = run_ranks(_steps, len(sizes), sizes, seed)
     for name in LOSSES:

@@ -87,7 +87,7 @@ def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
         ({"false_negatives": "absolute", "margin": math.nan}, "must be a finite number"),
         (
             {"false_negatives": "absolute", "label_smoothing": 0.1},
-            r"false_negatives='absolute'.*label_smoothing=0.1\)`. An omitted pair",
+            r"false_negatives='absolute'.*label_smoothing=0.1\)`. A masked pair",
         ),
         ({"label_smoothing": 1.5}, r"label_smoothing=1.5.*from 0 to 1"),
         ({"label_smoothing": "0.1"}, r"label_smoothing='0.1'.*from 0 to 1"),

@@ -111,13 +111,13 @@ def test_relative_limit_of_a_negative_similarity_lies_below_it() -> None:
     text = torch.tensor([[-0.5, 0.8], [-0.52, 0.9]])
     call = (image, text, 3.0)
     options: dict[str, Any] = {"false_negatives": "relative", "directions": "image_to_text"}
-    left_out = ContrastiveLoss(margin=0.1, **options)(*call)
+    masked = ContrastiveLoss(margin=0.1, **options)(*call)
     kept = ContrastiveLoss(margin=0.01, **options)(*call)
     # The negative of the second row, of 0.8 for 0.9, is kept with either margin.
     rows = 3.0 * image.double() @ text.double().T
     terms = [rows[0].logsumexp(0) - rows[0, 0], rows[1].logsumexp(0) - rows[1, 1]]
     assert kept.item() == pytest.approx(float(terms[0] + terms[1]) / 2, rel=1e-6)
-    assert left_out.item() == pytest.approx(float(terms[1]) / 2, rel=1e-6)
+    assert masked.item() == pytest.approx(float(terms[1]) / 2, rel=1e-6)
 
 
 def copies_of_positives(dtype: torch.dtype) -> list[Tensor]:
@@ -148,7 +148,7 @@ def check_copies(
         positive = similarities.diagonal()
         by_row, by_column = (similarities > positive[:, None]) & ~copies, similarities > positive
     match = torch.eye(60, dtype=torch.bool)
-    right = dense_targets(*doubles, match, left_out=by_row, column_left_out=by_column)
+    right = dense_targets(*doubles, match, masked=by_row, column_masked=by_column)
     check(found, [right.detach(), *torch.autograd.grad(right, doubles)], dtype)
 
 
@@ -161,7 +161,7 @@ def test_copy_of_the_positive_stays_a_negative_without_a_margin(
 
 
 @pytest.mark.slow
-def test_memory_of_what_is_left_out_is_the_workspace() -> None:
+def test_thresholds_need_no_memory_beyond_the_workspace() -> None:
     b, width = 2048, 64
     image, text, guide = (F.normalize(torch.randn(b, width), dim=1) for _ in range(3))
     image.requires_grad_()

@@ -1,10 +1,11 @@
-"""A character GPT on this repository's own text: a small model that every precision can be held to.
+"""A character GPT on generated sentences: a small model that every precision can be compared on.
 
-Legend: `B` sequences, `T` characters of each, `C` width, `V` characters that there are.
+Legend: `B` sequences, `T` characters of each, `C` width, `V` size of the vocabulary.
 """
 
 import functools
-from pathlib import Path
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,39 +20,56 @@ from tests.precision.models import Optimizers, fit
 
 __all__ = ["CharGPT", "char_batches", "held_out_loss", "train_char_gpt", "vocabulary"]
 
-ROOT = Path(__file__).parents[2]
-TEXT_BYTES = 200_000
+TEXT_LENGTH = 200_000  # characters
 CONTEXT, WIDTH, BLOCKS, HEADS = 32, 32, 2, 2
-HELD_OUT = 0.1  # of the text, from its end
+HELD_OUT = 0.1  # fraction of the text, at its end
+
+DETERMINERS = ("The", "A", "This", "Every", "Our", "No")
+ADJECTIVES = ("small", "large", "quick", "frozen", "exact", "wide", "joint", "zero", "Gaussian")
+NOUNS = ("model", "batch", "gradient", "weight", "query", "tile", "kernel", "FIFO", "JSON file")
+VERBS = ("reads", "keeps", "moves", "joins", "checks", "halves", "writes", "zips", "BUILDS")
+ENDS = (".", "!", "?", "; see [#]", " (step #)", ' = "#"', " + #", " * # / #")
 
 
 @functools.cache
-def repository_text() -> str:
-    """Return the beginning of the package's source, in the order of its paths."""
-    paths = sorted((ROOT / "lightning_mp").rglob("*.py"))
-    text = (ROOT / "README.md").read_text() + "".join(path.read_text() for path in paths)
-    return text[:TEXT_BYTES]
+def sentences() -> str:
+    """Return random sentences of a small grammar, the same on every machine.
+
+    The source of this package would be text as well, but every edit of it would change the data.
+    """
+    # Python guarantees the sequence of `random()` for a seed, but not that of `choice()`.
+    uniform = random.Random(0).random
+
+    def pick(words: Sequence[str]) -> str:
+        return words[int(uniform() ** 2 * len(words))]  # frequent and rare words, as in prose
+
+    text = ""
+    while len(text) < TEXT_LENGTH:
+        end = pick(ENDS).replace("#", str(int(uniform() * 1000)))
+        subject = f"{pick(DETERMINERS)} {pick(ADJECTIVES)} {pick(NOUNS)}"
+        text += f"{subject} {pick(VERBS)} {int(uniform() * 90)} {pick(NOUNS)}s{end}\n"
+    return text[:TEXT_LENGTH]
 
 
 @functools.cache
 def vocabulary() -> str:
-    return "".join(sorted(set(repository_text())))
+    return "".join(sorted(set(sentences())))
 
 
 @functools.cache
 def _encoded() -> Tensor:
     index = {character: number for number, character in enumerate(vocabulary())}
-    return torch.tensor([index[character] for character in repository_text()])
+    return torch.tensor([index[character] for character in sentences()])
 
 
 def _windows(starts_B: Tensor) -> list[Tensor]:
-    """Return characters, and the ones that follow them, both of shape [B, T]."""
+    """Return characters and their successors, both of shape [B, T]."""
     text = _encoded()[starts_B[:, None] + torch.arange(CONTEXT + 1)]
     return [text[:, :-1], text[:, 1:]]
 
 
 def char_batches(count: int, batch_size: int = 16, seed: int = 0) -> DataLoader:
-    """Return batches from random places of the text, but for its held-out end."""
+    """Return batches from random places of the text before its held-out end."""
     last = int(len(_encoded()) * (1 - HELD_OUT)) - CONTEXT - 1
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(last, (count, batch_size), generator=generator)
@@ -78,9 +96,9 @@ class CharGPT(pl.LightningModule):
     """Predicts the next character; embedding and head share their weight.
 
     Args:
-        make_optimizer: Makes the optimizer from the parameters.
-        steps: Over which the learning rate rises and falls.
-        seed: Of the initial weights.
+        make_optimizer: Returns the optimizer of the parameters.
+        steps: Length of the learning rate schedule.
+        seed: Seed of the initial weights.
     """
 
     def __init__(
@@ -125,7 +143,7 @@ class CharGPT(pl.LightningModule):
 
 @torch.no_grad()
 def held_out_loss(model: CharGPT) -> float:
-    """Return the loss over the held-out text, in nats a character, in the dtype of the model."""
+    """Return the loss over the held-out text in nats per character, in the dtype of the model."""
     text = _encoded()
     starts = torch.arange(int(len(text) * (1 - HELD_OUT)), len(text) - CONTEXT - 1, CONTEXT)
     return model.loss(_windows(starts)).item()
@@ -135,10 +153,10 @@ def train_char_gpt(seed: int, plugin: Any, *, steps: int = 200, **options: Any) 
     """Train from a seed, and return the held-out loss in fp32.
 
     Args:
-        seed: Of weights and batches.
+        seed: Seed of weights and batches.
         plugin: A precision plugin; `None` for fp32.
-        steps: Batches.
-        options: Of `CharGPT`, such as `make_optimizer`.
+        steps: Number of batches.
+        options: Further arguments of `CharGPT`, such as `make_optimizer`.
     """
     model = CharGPT(steps=steps, seed=seed, **options)
     fit(model, plugin, char_batches(steps, seed=seed))

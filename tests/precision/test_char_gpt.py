@@ -17,7 +17,7 @@ from tests.precision.char_gpt import (
 from tests.precision.models import parameters_of
 
 
-def test_batches_are_text_and_the_text_that_follows_it() -> None:
+def test_targets_are_the_next_characters() -> None:
     batches = list(char_batches(3))
     assert len(batches) == 3
     for text, following in batches:
@@ -28,7 +28,7 @@ def test_batches_are_text_and_the_text_that_follows_it() -> None:
 
 
 @pytest.mark.slow
-def test_without_training_it_knows_nothing() -> None:
+def test_untrained_model_predicts_all_characters_alike() -> None:
     model = CharGPT()
     assert held_out_loss(model) == pytest.approx(math.log(len(vocabulary())), rel=0.02)
     assert len(parameters_of(model)) < 40_000

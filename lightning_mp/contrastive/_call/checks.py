@@ -130,20 +130,20 @@ def check_pair_rules(
     Raises:
         ValueError: Arguments contradict each other.
     """
-    omitted = {"false_negatives": false_negatives, "margin": margin}
+    masking = {"false_negatives": false_negatives, "margin": margin}
     if false_negatives == "keep" and margin:
         reason = (
             "`margin` applies to `false_negatives` only. Pass `false_negatives='absolute'` or "
             "`'relative'`, or leave `margin` out."
         )
-        refuse_values(owner, reason, **omitted)
+        refuse_values(owner, reason, **masking)
     targets = {"duplicates": duplicates, "label_smoothing": label_smoothing}
     if false_negatives != "keep" and (label_smoothing or duplicates != "mask"):
         reason = (
-            "An omitted pair cannot be part of a target. Leave out `false_negatives`, or "
+            "A masked pair cannot be part of a target. Leave out `false_negatives`, or "
             "`duplicates` and `label_smoothing`."
         )
-        refuse_values(owner, reason, **omitted, **targets)
+        refuse_values(owner, reason, **masking, **targets)
 
 
 def check_combined_rules(

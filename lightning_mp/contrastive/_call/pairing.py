@@ -105,7 +105,7 @@ def _range_problem(positives: Tensor, n: int) -> str | None:
 def _pair_up(positives: Tensor, n: int, device: torch.device) -> Pairing:
     """Return the pairing of some `positives`; the host reads them.
 
-    Tiles omit the positives on one diagonal. Therefore as many images as possible get a text of
+    Tiles mask the positives on one diagonal. Therefore as many images as possible get a text of
     their own: the first of their positives that no image before them has taken.
 
     Args:

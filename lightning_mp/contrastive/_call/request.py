@@ -203,7 +203,7 @@ class Request:
 
     @property
     def masked_ids(self) -> Tensor | None:
-        """The ids whose equal pairs are omitted as negatives, int64; `None` without."""
+        """The ids whose equal pairs are masked, int64; `None` without."""
         return self._ids if self.duplicates == "mask" else None
 
     @property

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_mp.contrastive._sums.matches import Match, Own
 from lightning_mp.contrastive._sums.products import dots, to_columns, to_rows
-from lightning_mp.contrastive._tiles.exclusions import Thresholds
+from lightning_mp.contrastive._tiles.masks import Thresholds
 from lightning_mp.contrastive._tiles.tile_backend import RowsColumns
 
 __all__ = ["CrossEntropies", "Shares"]
@@ -52,7 +52,7 @@ class CrossEntropies(NamedTuple):
         shares: Weights of the cross entropies.
         smoothing: Part of a target that is spread evenly over the denominator.
         denominator: The pairs that the log-sum-exp sums over.
-        limits: What rows take for a false negative.
+        thresholds: False-negative thresholds of the rows, for `negatives`.
         has_terms: Whether the loss has cross entropies of images, and of texts.
     """
 
@@ -93,8 +93,8 @@ class CrossEntropies(NamedTuple):
             extra_bk = dots_bk * scale
             if self.thresholds is not None:
                 # A finite value whose exponential is 0: -inf would make gradients NaN.
-                left_out_bk = dots_bk > self.thresholds.rows_b[:, None]
-                extra_bk = extra_bk.masked_fill(left_out_bk, torch.finfo(scale.dtype).min / 2)
+                masked_bk = dots_bk > self.thresholds.rows_b[:, None]
+                extra_bk = extra_bk.masked_fill(masked_bk, torch.finfo(scale.dtype).min / 2)
             row_neg_b = torch.logaddexp(row_neg_b, extra_bk.logsumexp(1))
         total = scale.new_zeros(())
         directions: tuple[tuple[Any, ...], ...] = (
@@ -120,7 +120,7 @@ class CrossEntropies(NamedTuple):
     ) -> Tensor:
         """Return the cross entropies of the images, or of the texts."""
         q = self.matched
-        # `neg` excludes the positive. Without a positive, the term is `neg` itself.
+        # `neg` is without the positive. If there is no positive, the term is `neg` itself.
         margin_q = neg[:q] - pos_q
         terms = torch.cat([torch.logaddexp(margin_q, margin_q.new_zeros(())), neg[q:]])
         # If the positive is the whole target, the products below are 0.

@@ -1,4 +1,4 @@
-"""False-negative thresholds: the similarity above which a pair is omitted, per image and text.
+"""False-negative thresholds: the similarity above which a pair is masked, per image and text.
 
 Shapes:
     b: images of this rank. n: its texts. D: feature width.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._call.request import Request
-from lightning_mp.contrastive._tiles.exclusions import Thresholds
+from lightning_mp.contrastive._tiles.masks import Thresholds
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend, row_dots
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
@@ -22,7 +22,7 @@ def thresholds_of(request: Request, tiles: TileBackend) -> Thresholds:
     """Return the threshold of each image and text, derived from the similarity of its positive.
 
     Each threshold is raised by the rounding error of a similarity. Otherwise, without a margin, a
-    copy of the positive would be omitted by chance, possibly in one of the two sweeps only.
+    copy of the positive would be masked by chance, possibly in one of the two sweeps only.
 
     Args:
         request: The request; texts without an image have an infinite threshold.

@@ -65,7 +65,7 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
     if maxima:
         # Triton's maxima ignore NaN, the loss does not.
         sound_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
-        # Maxima exclude the bias.
+        # Maxima are without the bias.
         statistics_5 = loss_statistics(
             plan, pos_b - bias, torch.stack([sound_b, sound_b]), maxima[0]
         )
@@ -110,7 +110,7 @@ class _ExtraPairs:
         """Add these pairs to the sums and to the gradients, both times B."""
         request, pairing, dtype = self._plan.request, self._plan.pairing, self._plan.dtype
         if pairing is not None:
-            # The sweep omits the own text of an image, not its other positives.
+            # The sweep masks text i of image i, but not its other positives.
             is_extra_e = pairing.images_e != pairing.texts_e
             is_extra_e |= pairing.images_e >= pairing.matched
             images_e, texts_e = pairing.images_e[is_extra_e], pairing.texts_e[is_extra_e]

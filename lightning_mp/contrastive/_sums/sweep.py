@@ -16,7 +16,7 @@ from lightning_mp.contrastive._call.pairing import Pairing
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._exchange.exchange import Combine, Exchange, Visit
 from lightning_mp.contrastive._sums.false_negatives import thresholds_of
-from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
+from lightning_mp.contrastive._tiles.masks import Ids, Thresholds
 from lightning_mp.contrastive._tiles.tile_backend import (
     Logits,
     RowsColumns,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
+from lightning_mp.contrastive._tiles.masks import Ids, Thresholds
 from lightning_mp.numerics import triton_support
 from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.row_dots import fused_row_dots
@@ -99,7 +99,7 @@ class StoredTiles:
 
 
 class Logits(NamedTuple):
-    """The operands of a sweep, `S = scale * rows @ columns.T`, and the pairs that it omits.
+    """The operands of a sweep, `S = scale * rows @ columns.T`, and its masks.
 
     Args:
         rows_bD: Rows.
@@ -107,7 +107,7 @@ class Logits(NamedTuple):
         scale: One value.
         diagonal: The positive of row `i` is column `i + diagonal`; `None` without positives.
         positive_rows: The rows whose positive is among these columns; `None` for all rows.
-        ids: A pair with equal ids is omitted, as positives are.
+        ids: Pairs with equal ids are masked, as positives are.
         thresholds: False-negative thresholds; tiles are not stored with them.
         stored: Memory that lasts from the first sweep to the second.
         fresh: Whether the outputs for rows, and for columns, are uninitialised: the sweep then
@@ -233,8 +233,8 @@ class TileBackend(ABC):
         # `softplus` is the identity above 20, an error of 2e-9 in float64.
         softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
         if False in has_terms:  # a margin of -inf has a gradient of 0
-            omitted = has_terms.index(False)
-            softplus_2b, margin_2b[omitted] = softplus_2b[1 - omitted], -torch.inf
+            unused = has_terms.index(False)
+            softplus_2b, margin_2b[unused] = softplus_2b[1 - unused], -torch.inf
         row_lse_b = torch.logaddexp(row_neg_b, pos_b)
         # Texts without an image have no term: their softmax is 0 with an infinite log-sum-exp.
         column_lse_n = torch.full_like(column_neg_n, torch.inf)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
+from lightning_mp.contrastive._tiles.masks import Ids, Thresholds
 
 __all__ = [
     "HEADER",
@@ -72,7 +72,7 @@ class StoredTile:
 
 @dataclasses.dataclass
 class Tile:
-    """One tile: position, operands in the accumulation dtype, two buffers, omitted pairs.
+    """One tile: position, operands in the accumulation dtype, two buffers, masks.
 
     `log2_scale` is the factor of the scaled rows, in the state dtype.
     """
@@ -94,7 +94,7 @@ class Tile:
         """Compute the logits in the first buffer."""
         return torch.mm(self.scaled_rD, self.columns_cD.T, out=self.logits_rc)
 
-    def leave_out(self, tile_rc: Tensor, value: float) -> Tensor:
+    def mask(self, tile_rc: Tensor, value: float) -> Tensor:
         """Set positives and pairs with equal ids to a value, in place."""
         if self.ids is not None:
             tile_rc.masked_fill_(self.ids.rows_b[:, None] == self.ids.columns_m, value)
@@ -165,7 +165,7 @@ def _log2_sum_exp2(
 
 
 def softmax(tile: Tile, row_r: Tensor, column_c: Tensor) -> Tensor:
-    """Return `2^(logit - row) + 2^(logit - column)` in the second buffer, 0 for omitted pairs.
+    """Return `2^(logit - row) + 2^(logit - column)` in the second buffer, 0 for masked pairs.
 
     With a shared reference `t`, both terms are products of one power with a factor per row and per
     column: `2^(logit - t) (2^(t - row) + 2^(t - column))`. With a stored reference, no row or
@@ -187,14 +187,14 @@ def softmax(tile: Tile, row_r: Tensor, column_c: Tensor) -> Tensor:
         by_column_rc = torch.sub(powers_rc, column_c[None], out=tile.logits_rc)
         by_row_rc.clamp_(min=least).exp2_()
         by_row_rc.add_(by_column_rc.clamp_(min=least).exp2_())
-        return tile.leave_out(by_row_rc, 0.0)
+        return tile.mask(by_row_rc, 0.0)
     row_r, column_c = (
         # The difference is taken in the state dtype: rounding in fp32 would shift the whole row.
         (reference - power).clamp_(min=least).exp2_().to(tile.spare_rc.dtype)
         for power in (row_r, column_c)
     )
     torch.mul(powers_rc, row_r[:, None], out=tile.spare_rc)
-    return tile.leave_out(tile.spare_rc.addcmul_(powers_rc, column_c[None]), 0.0)
+    return tile.mask(tile.spare_rc.addcmul_(powers_rc, column_c[None]), 0.0)
 
 
 def _shared_reference(row_r: Tensor, column_c: Tensor) -> Tensor | None:
@@ -213,12 +213,12 @@ def _shared_reference(row_r: Tensor, column_c: Tensor) -> Tensor | None:
 
 
 def thresholded_sums(tile: Tile, thresholds: Thresholds, dtype: torch.dtype) -> _Sums:
-    """Return `log2(sum(2^logits))` in `dtype` without the pairs above thresholds.
+    """Return `log2(sum(2^logits))` in `dtype`, with pairs above thresholds masked.
 
     The first buffer holds the logits and is overwritten.
     """
     by_row_rc, by_column_rc = _above(tile, thresholds)  # before the logits are overwritten
-    tile.leave_out(tile.logits_rc, -torch.inf)
+    tile.mask(tile.logits_rc, -torch.inf)
     row_rc = tile.spare_rc.copy_(tile.logits_rc).masked_fill_(by_row_rc, -torch.inf)
     column_rc = tile.logits_rc.masked_fill_(by_column_rc, -torch.inf)
     return _Sums(
@@ -231,16 +231,16 @@ def thresholded_sums(tile: Tile, thresholds: Thresholds, dtype: torch.dtype) -> 
 def thresholded_softmax(
     tile: Tile, thresholds: Thresholds, row_r: Tensor, column_c: Tensor
 ) -> Tensor:
-    """Return the values of `softmax` without the pairs above thresholds."""
+    """Return the values of `softmax`, 0 for pairs above thresholds."""
     least, dtype = _MIN_EXPONENT[tile.spare_rc.dtype], tile.spare_rc.dtype
     logits_rc = tile.logits()
     by_row_rc, by_column_rc = _above(tile, thresholds)
     row_rc = torch.sub(logits_rc, row_r.to(dtype)[:, None], out=tile.spare_rc)
     column_rc = logits_rc.sub_(column_c.to(dtype))
-    for powers_rc, left_out_rc in ((row_rc, by_row_rc), (column_rc, by_column_rc)):
+    for powers_rc, masked_rc in ((row_rc, by_row_rc), (column_rc, by_column_rc)):
         # After the exponential, because a -inf before it would be clamped.
-        powers_rc.clamp_(min=least).exp2_().masked_fill_(left_out_rc, 0)
-    return tile.leave_out(row_rc.add_(column_rc), 0.0)
+        powers_rc.clamp_(min=least).exp2_().masked_fill_(masked_rc, 0)
+    return tile.mask(row_rc.add_(column_rc), 0.0)
 
 
 def _above(tile: Tile, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
@@ -270,7 +270,7 @@ def sigmoid(tile: Tile, log2_bias: Tensor, weights_b: Tensor | None) -> tuple[Te
     """
     x_rc, dtype = tile.logits_rc, tile.spare_rc.dtype
     x_rc.add_(log2_bias.to(dtype)).clamp_(min=_MIN_EXPONENT[dtype])
-    tile.leave_out(x_rc, -torch.inf)  # after the clamp, which would raise it
+    tile.mask(x_rc, -torch.inf)  # after the clamp, which would raise it
     x_rc.mul_(math.log(2))  # sigmoid(x) = exp2(x) / (1 + exp2(x)) would overflow
     # Above 50, softplus(x) is x: e^-50 is 2e-22. Sigmoid and softplus of -inf are 0.
     losses_rc = torch.ops.aten.softplus.out(x_rc, 1, 50, out=tile.spare_rc)

@@ -79,7 +79,7 @@ class TorchTiles(TileBackend):
             logits_rc = tile.logits()
             powers_rc = tile.spare_rc if tile.stored is None else tile.stored.values_rc
             if tile.thresholds is None:
-                tile.leave_out(logits_rc, -torch.inf)
+                tile.mask(logits_rc, -torch.inf)
                 peaks = None
                 if maxima is not None:
                     peaks = peaks_of(logits_rc)
@@ -129,7 +129,7 @@ class TorchTiles(TileBackend):
         def weights_of(tile: Tile) -> Tensor:
             logits_rc = tile.logits()
             if maxima is not None:
-                tile.leave_out(logits_rc, -torch.inf)
+                tile.mask(logits_rc, -torch.inf)
                 _raise(maxima, tile, peaks_of(logits_rc))
             weights_rc, losses = sigmoid(tile, log2_bias, logits.weights_b)
             totals_2.add_(torch.stack([losses, weights_rc.sum()]).to(totals_2.dtype))
@@ -241,7 +241,7 @@ class TorchTiles(TileBackend):
 
         Args:
             logits: The logits.
-            weights_of: Returns `B dL/dS` of a tile, 0 for omitted pairs.
+            weights_of: Returns `B dL/dS` of a tile, 0 for masked pairs.
             d_rows_bD: Output: `weights @ columns` is added; `None` skips the product.
             d_columns_mD: Output: `weights.T @ rows` is added; likewise.
         """

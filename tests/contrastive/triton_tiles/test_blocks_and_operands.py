@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.exclusions import Thresholds
 from lightning_mp.contrastive._tiles.literals import TileDtype
+from lightning_mp.contrastive._tiles.masks import Thresholds
 from lightning_mp.contrastive._tiles.tile_backend import Logits, StoredTiles
 from lightning_mp.contrastive._tiles.triton_tiles.block import add_product
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (

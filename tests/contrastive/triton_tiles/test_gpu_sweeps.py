@@ -94,7 +94,7 @@ def test_loss_and_gradients_equal_float64(
 
 @pytest.mark.parametrize("guide", [None, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
-def test_false_negatives_are_left_out_as_in_float64(
+def test_false_negatives_are_masked_as_in_float64(
     dtype: torch.dtype, guide: torch.dtype | None
 ) -> None:
     # Few enough that no similarity is as near to a limit as rounding is.

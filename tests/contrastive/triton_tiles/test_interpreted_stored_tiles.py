@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._operator import loss_of
-from lightning_mp.contrastive._tiles.exclusions import Ids
+from lightning_mp.contrastive._tiles.masks import Ids
 from lightning_mp.contrastive._tiles.tile_backend import Logits, Maxima, StoredTiles
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
@@ -95,7 +95,7 @@ def test_shards_share_the_memory_and_rows_that_fit_are_read_from_it(seen: str, a
         lows = (torch.full_like(lse, -torch.inf) for lse in shard.start)
         maxima = Maxima(*lows) if seen == "maxima" else None
         tiles.lse_sweep(logits._replace(stored=stored), row_lse, column_lse, maxima=maxima)
-        shard.positives = _left_out(logits)
+        shard.positives = _masked(logits)
         assert shard.lse_error((row_lse, column_lse)) < LSE_ERROR
     used = b * 80 + 128 * 144
     assert memory[:used].isfinite().all()
@@ -119,7 +119,7 @@ def _with(logits: Logits, seen: str, rows: slice | None) -> Logits:
     return logits._replace(positive_rows=rows, ids=ids)
 
 
-def _left_out(logits: Logits) -> Tensor:
+def _masked(logits: Logits) -> Tensor:
     b, m = len(logits.rows_bD), len(logits.columns_mD)
     out = torch.zeros(b, m, dtype=torch.bool)
     if logits.diagonal is not None:

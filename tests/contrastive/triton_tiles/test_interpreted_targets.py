@@ -36,7 +36,7 @@ def test_loss_equals_dense_targets(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_equal_ids_are_left_out(name: str, dtype: torch.dtype) -> None:
+def test_pairs_of_equal_ids_are_masked(name: str, dtype: torch.dtype) -> None:
     b = 150
     features = [F.normalize(torch.randn(b, 24), dim=1).to(dtype) for _ in range(2)]
     # At this scale logits of unit features reach past what one reference serves.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
+from lightning_mp.contrastive._tiles.masks import Ids, Thresholds
 from lightning_mp.contrastive._tiles.tile_backend import Logits
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
+from lightning_mp.contrastive._tiles.masks import Ids, Thresholds
 from lightning_mp.contrastive._tiles.tile_backend import RowsColumns
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import NO_DIAGONAL
@@ -23,7 +23,7 @@ __all__ = ["Block", "Weights", "Workspace", "add_product"]
 
 @dataclass(frozen=True)
 class Block:
-    """One block: position, operands, omitted pairs, memory for its products.
+    """One block: position, operands, masks, memory for its products.
 
     Args:
         rows: Rows of the shard.
@@ -31,7 +31,7 @@ class Block:
         row_operand: Features of the rows.
         column_operand: Features of the columns.
         diagonal: The positive of row `i` is column `i + diagonal`; `None` without positives.
-        ids: Ids of rows and columns, int32; pairs with equal ids are omitted.
+        ids: Ids of rows and columns, int32; pairs with equal ids are masked.
         thresholds: Thresholds of the products, in fp32, multiplied by the units of the operands;
             guides are in operand form.
         stored_nc: Memory for its products, in fp32, that lasts from one sweep to the next.
@@ -144,7 +144,7 @@ class Weights:
 
     def _products(self, operand: Operand) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pairs of tensors to multiply."""
-        # Low times low is omitted: for bf16 halves it is at most 2^-16 of the product.
+        # Without low times low, which for bf16 halves is at most 2^-16 of the product.
         for part in operand.parts_nD:
             yield self.high_nc, part
         if self.low_nc is not None:

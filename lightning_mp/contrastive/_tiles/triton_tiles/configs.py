@@ -130,7 +130,7 @@ def find_stored_configs(arch: int, dtype: torch.dtype, width: int) -> tuple[Tile
 def find_threshold_config(
     arch: int, dtype: torch.dtype, width: int, *, has_ids: bool, has_guides: bool
 ) -> TileConfig:
-    """Return the row for log-sum-exps that leave out false negatives.
+    """Return the row for log-sum-exps with masked false negatives.
 
     Thresholds take registers: with them, tiles of 128 x 256 spill on every chip. On 9.0 tiles of
     128 x 128 spill with thresholds and ids, and under Triton 3.6 with thresholds and guides. Guides

@@ -10,8 +10,8 @@ Arguments that sweeping kernels share:
     num_rows, num_columns, width: n, m and k.
     diagonal: The positive of row `i` is column `i + diagonal`; `NO_DIAGONAL` without positives.
     log2_scale: Two fp32 values whose sum is the scale times log2(e).
-    row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs with equal ids are omitted.
-    row_thresholds: (n,) in fp32, or `None`: a row leaves out the products above its threshold.
+    row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs with equal ids are masked.
+    row_thresholds: (n,) in fp32, or `None`: a row masks the products above its threshold.
         column_thresholds: (m,), likewise for columns.
     row_guides: Operands whose products are compared with the thresholds, see
         `threshold_similarities`; `None`: those of `rows` and `columns` are. column_guides:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
 from lightning_mp.contrastive._tiles.literals import TileDtype
+from lightning_mp.contrastive._tiles.masks import Ids, Thresholds
 from lightning_mp.contrastive._tiles.tile_backend import Logits, RowsColumns, StoredTiles
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, Products
@@ -35,7 +35,7 @@ class KernelLogits:
         logits: The logits, with 32-bit ids.
         products: Products of the features.
         guides: Products of the guides; `None` without guides.
-        stored_rm: Where the products of the first rows are kept, in fp32; may be empty.
+        stored_rm: Memory for the products of the first rows, in fp32; may be empty.
     """
 
     logits: Logits
@@ -113,7 +113,7 @@ class KernelLogits:
                 )  # fmt: skip
 
     def trial_block(self, rows: int = _TUNED_ROWS, columns: int = _TUNED_ROWS) -> Block:
-        """Return a block for timing tile shapes, without omitted pairs and stored products."""
+        """Return a block for timing tile shapes, without masks and stored products."""
         rows_bD, columns_mD, scale, *_ = self.logits
         rows, columns = min(rows, _TUNED_ROWS), min(columns, _TUNED_ROWS)
         some = Logits(rows_bD[:rows], columns_mD[:columns], scale, None)
@@ -130,7 +130,7 @@ class KernelLogits:
             products, (left, right) = self.guides, thresholds.guides
             left, right = products.rows(left).tiles_nk, products.columns(right).tiles_nk
             guides = left.contiguous(), right.contiguous()  # kernels use the width as the stride
-        # Kernels compare limits with products, which are times the units of both operands.
+        # Kernels compare thresholds with products, which contain the units of both operands.
         if products.unit is not None:
             row_n, column_c = row_n * products.unit, column_c * products.unit
         return Thresholds(row_n.float(), column_c.float(), guides)

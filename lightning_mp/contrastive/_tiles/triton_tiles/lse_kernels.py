@@ -113,7 +113,7 @@ def lse_kernel(
         row_sums: (tiles in a row, n) in fp32. column_sums: (tiles in a column, m) in fp32.
         is_redone: 0 or 1 for each tile, row by row of tiles: 1 if sums are `log2(sum(2^x))`.
         row_maxima: The largest powers, laid out as `row_sums`, or `None`; column_maxima: as
-            `column_sums`. With them there are no limits.
+            `column_sums`. Not supported with thresholds.
         stored: (n, m) in fp32 with rows `stored_stride` apart, gets the products; or `None`.
         Others: As in `device_functions`.
     """

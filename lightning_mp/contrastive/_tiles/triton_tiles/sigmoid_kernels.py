@@ -101,7 +101,7 @@ def sigmoid_kernel(
     if row_maxima is not None:
         store_of_rows(row_maxima, tl.max(x, 1), tile, row)
         store_of_columns(column_maxima, tl.max(x, 0), tile, column)
-    # Omitted pairs are -inf, and add 0 to both sums.
+    # Masked pairs are -inf, and add 0 to both sums.
     u = tl.exp2(-tl.abs(x))
     losses = tl.maximum(x, 0.0) + _log2_1p(u)
     values = tl.where(x >= 0.0, 1.0, u) / (1.0 + u)

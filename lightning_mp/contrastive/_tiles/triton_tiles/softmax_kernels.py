@@ -255,12 +255,12 @@ def softmax_kernel(
         power = load_some(column_power, column, num_columns)[None, :]
         by_column = shifted(dots, log2_scale, power, SPLIT_SCALE)
         if row_thresholds is not None:
-            row_out, column_out = above_thresholds(
+            row_masked, column_masked = above_thresholds(
                 similarities, row_thresholds, column_thresholds, tile, row, column
             )
-            # Not by a gain of 0, because omitted values may be infinite.
-            values = tl.where(row_out, 0.0, values)
-            by_column = tl.where(column_out, float("-inf"), by_column)
+            # Not by a gain of 0, because masked values may be infinite.
+            values = tl.where(row_masked, 0.0, values)
+            by_column = tl.where(column_masked, float("-inf"), by_column)
         column_gains = load_some(column_gain, column, num_columns)[None, :]
         values = values * gain + tl.exp2(by_column) * column_gains
     else:

@@ -1,4 +1,4 @@
-"""Pairs that a sweep omits: those with equal ids, and those above false-negative thresholds.
+"""The masks of a sweep: pairs with equal ids, and pairs above false-negative thresholds.
 
 Shapes:
     b: rows. m: columns of one shard.
@@ -24,7 +24,7 @@ class Ids(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """False-negative thresholds: the sum of a row or column omits similarities above its threshold.
+    """False-negative thresholds: a row or column masks pairs with similarities above its threshold.
 
     Args:
         rows_b: Thresholds of the rows, in the state dtype.
