@@ -53,7 +53,7 @@ def timed_rows() -> Iterator[list[tuple[TileConfig, float, tuple[int, int]]]]:
         found.extend((config, each, run.args[0].shape) for config, each in seconds.items())
         return min(seconds, key=lambda config: seconds[config])
 
-    with mock.patch.object(tiles, "chosen_once", choose):
+    with mock.patch.object(tiles, "cached_choice", choose):
         yield found
 
 

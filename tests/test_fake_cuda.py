@@ -158,7 +158,7 @@ def test_scale_on_a_device_is_compared_after_the_host_has_read_it(
         """Return the facts of the call after several others."""
         request, looks = Request(*features, torch.full((), scale, device=DEVICE)), FirstInputs()
         for _ in range(calls):
-            looks.look(request, None)
+            looks.check(request, None)
             gpu.time += 1.0  # the copy arrives
         request = Request(*features, request.scale, **looks.read)
         return agreement._facts(request, NeedsGrad(image=True, text=True, scale=True))

@@ -76,23 +76,29 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
     ):
         try:
             plan = agreed_plan(request, pairing)
-            found = _found(plan)
+            result = _compute(plan)
         except RuntimeError as error:
             failure = collective_error(request.owner, error)
             if failure is None:
                 raise
             raise failure from error
-    loss, d_bias = found.loss, found.d_bias
+    loss, d_bias = result.loss, result.d_bias
     if bias is not None and request.is_softmax:
         # A bias shifts all logits alike and has no effect, but its NaN and inf must not vanish.
         loss = loss + 0.0 * bias.to(loss.dtype).reshape(())
         d_bias = 0.0 * loss
-    gradients = [found.d_image_bD, found.d_text_nD, found.d_scale, d_bias, found.d_negatives_bkD]
+    gradients = [
+        result.d_image_bD,
+        result.d_text_nD,
+        result.d_scale,
+        d_bias,
+        result.d_negatives_bkD,
+    ]
     if pairing is not None:
         pairing.restore(gradients)
     # Other ranks may need gradients that this rank does not.
     needed = [x if need else None for x, need in zip(gradients, given.needs_grad, strict=True)]
-    statistics_5 = found.statistics_5 if request.statistics else None
+    statistics_5 = result.statistics_5 if request.statistics else None
     # Copied, because it shares memory with the scale's gradient, and outputs must not.
     loss = loss.to(plan.dtype, copy=True)
     # An operator cannot return `None`: an empty 1-D tensor stands for a missing output.
@@ -100,7 +106,7 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
     return loss, *outputs
 
 
-def _found(plan: Plan) -> SweepResult:
+def _compute(plan: Plan) -> SweepResult:
     """Compute the loss that a request describes, and its gradients."""
     request = plan.request
     if request.widths:
@@ -145,7 +151,7 @@ def _define(name: str, *tags: torch.Tag) -> Any:
         f"lightning_mp::{name}", _run, mutates_args=(), schema=schema, tags=tags
     )
     operator.register_fake(_fake)
-    operator.register_autograd(_differentiate, setup_context=_keep)
+    operator.register_autograd(_differentiate, setup_context=_save_for_backward)
     return operator
 
 
@@ -192,7 +198,7 @@ def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
     )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, *rest = output
     ctx.inputs = len(inputs)
     ctx.save_for_backward(*inputs[:DIFFERENTIABLE], *rest[1:])
@@ -205,12 +211,12 @@ def _differentiate(ctx: Any, cotangent: Tensor, *_: Any) -> tuple[Tensor | None,
     saved = ctx.saved_tensors
     inputs, gradients = saved[:DIFFERENTIABLE], list(saved[DIFFERENTIABLE:])
     finished = iter(finish(cotangent, *inputs, gradients))
-    found = [None if x.dim() == 1 else next(finished) for x in gradients]
-    return (*found, *(None for _ in range(ctx.inputs - len(found))))
+    gradients = [None if x.dim() == 1 else next(finished) for x in gradients]
+    return (*gradients, *(None for _ in range(ctx.inputs - len(gradients))))
 
 
 contrastive_loss = _define("contrastive_loss")
-# A second name, so that only calls that need the host are excluded from CUDA graphs.
+# A second name, so that only calls that need the host are kept out of CUDA graphs.
 _on_host = _define("contrastive_loss_on_host", torch.Tag.cudagraph_unsafe)
 
 
@@ -229,24 +235,24 @@ def _flops(*values: Any, **_: Any) -> int:
     group = group_named(request.group)
     b, n = len(request.image), len(request.text) * ranks_of(group, request.owner)
     tiles = request.tiles(request.workspace_bytes)
-    sides = sum(request.needs_grad[:2]) or int(any(request.needs_grad[2:4]))
+    gradients = sum(request.needs_grad[:2]) or int(any(request.needs_grad[2:4]))
     widths = list(request.widths) or [request.image.shape[1]]
-    again = 0
-    if request.is_softmax and sides:
-        again = b * n
+    recomputed = 0
+    if request.is_softmax and gradients:
+        recomputed = b * n
         if request.stores_tiles and request.false_negatives == "keep":
             features = (request.image.dtype, request.image.device)
             stored = tiles.stored_values(b, len(widths) * n, *features)
-            again = tiles.multiplied_twice(b, n, widths[0], *features, stored)
+            recomputed = tiles.multiplied_twice(b, n, widths[0], *features, stored)
     if request.is_combined:
         return _combined_flops(request, b, len(request.text), n // max(1, len(request.text)))
     guides = 0 if request.guide_image is None else request.guide_image.shape[1]
-    of_logits: int = sum(widths) * (again + (1 + sides) * b * n)
-    return 2 * (of_logits + guides * (2 if sides else 1) * b * n)
+    of_logits: int = sum(widths) * (recomputed + (1 + gradients) * b * n)
+    return 2 * (of_logits + guides * (2 if gradients else 1) * b * n)
 
 
 def _combined_flops(request: Request, b: int, texts: int, ranks: int) -> int:
-    """Count the products over pairs of a joint softmax; each part has its own."""
+    """Count the products over pairs of a joint softmax, of each matrix of logits."""
     sweeps = 2 + sum(request.needs_grad[:2]) if any(request.needs_grad) else 1
     of_text = b * texts * ranks * (1 + (request.hardness > 0 and request.directions == "both"))
     of_image = b * b * ranks * (request.within in ("image", "both"))

@@ -307,5 +307,5 @@ class ContrastiveLoss(nn.Module):
         except CollectiveError as error:
             error.args = (f"{error} This was call {self._first.calls + 1} of the loss.",)
             raise
-        self._first.look(request, signature)
+        self._first.check(request, signature)
         return found

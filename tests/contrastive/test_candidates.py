@@ -68,7 +68,7 @@ def test_loss_equals_the_ranking_loss(
         assert (value - other).norm() <= bound * other.norm() + 1e-12
 
 
-def test_texts_beside_the_pairs_are_negatives_of_the_sigmoid_loss() -> None:
+def test_extra_texts_are_negatives_of_the_sigmoid_loss() -> None:
     image, text, scale = data(50, 120, 24, 1, torch.float32)
     loss = SigmoidContrastiveLoss()(image, text, scale, -5.0)
     found = [loss.detach(), *torch.autograd.grad(loss, (image, text))]
@@ -94,7 +94,7 @@ def _steps(rank: int, sizes: list[tuple[int, int]]) -> dict[tuple[str, str], Any
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [[(8, 8), (5, 17)], [(3, 9), (7, 7), (1, 20), (6, 8)]])
-def test_loss_of_ranks_equals_the_ranking_loss(sizes: list[tuple[int, int]]) -> None:
+def test_loss_across_ranks_equals_the_ranking_loss(sizes: list[tuple[int, int]]) -> None:
     by_rank = run_ranks(_steps, len(sizes), sizes)
     ranks = [data(*size, 12, rank, torch.float64) for rank, size in enumerate(sizes)]
     ends = [0, *itertools.accumulate(n for _, n in sizes)]
@@ -116,14 +116,14 @@ def test_loss_of_ranks_equals_the_ranking_loss(sizes: list[tuple[int, int]]) -> 
                 assert relative_error(value, other) < 2e-5, (direction, exchange, rank)
 
 
-def test_unknown_direction_says_what_is_known() -> None:
+def test_error_for_unknown_direction_lists_known_values() -> None:
     with pytest.raises(ValueError, match=r"directions='rows'.*'both', 'image_to_text'"):
         ContrastiveLoss(directions="rows")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="one term per pair, without a direction"):
         SigmoidContrastiveLoss(directions="both")  # type: ignore[call-arg]
 
 
-def test_fewer_texts_than_images_are_refused() -> None:
+def test_fewer_texts_than_images_raise() -> None:
     with pytest.raises(ValueError, match=r"a text for each image.*the same value in `ids`"):
         ContrastiveLoss()(torch.randn(4, 2), torch.randn(3, 2), 1.0)
 
@@ -137,7 +137,7 @@ def test_fewer_texts_than_images_are_refused() -> None:
         ("SigmoidContrastiveLoss", {"exchange": "ring", "workspace_bytes": 2**21}),
     ],
 )
-def test_losses_are_made_from_yaml(name: str, options: dict[str, Any]) -> None:
+def test_losses_can_be_configured_in_yaml(name: str, options: dict[str, Any]) -> None:
     parser = ArgumentParser()
     parser.add_argument("--loss", type=nn.Module)
     config = {"class_path": f"lightning_mp.{name}", "init_args": options}

@@ -131,7 +131,7 @@ def test_loss_equals_the_dense_formula(case: str, sizes: Sizes, has_ids: bool) -
 
 @pytest.mark.parametrize("case", ["joint both both 5", "each both none 5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_lower_precisions_are_near_the_dense_formula(case: str, dtype: torch.dtype) -> None:
+def test_fp32_and_bf16_are_close_to_the_dense_formula(case: str, dtype: torch.dtype) -> None:
     sizes = [(70, 81)]
     loss_fn = ContrastiveLoss(**CASES[case], workspace_bytes=2**20)
     wanted = expected(sizes, case, True)
@@ -154,7 +154,7 @@ def _steps(rank: int, sizes: Sizes) -> dict[str, list[Tensor]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", RANKS, ids=len)
-def test_loss_of_ranks_equals_the_dense_formula(sizes: Sizes) -> None:
+def test_loss_across_ranks_equals_the_dense_formula(sizes: Sizes) -> None:
     by_rank = run_ranks(_steps, len(sizes), sizes)
     for case in CASES:
         loss, *of_features, of_scale = expected(sizes, case, True)
@@ -176,7 +176,7 @@ def test_loss_of_ranks_equals_the_dense_formula(sizes: Sizes) -> None:
         ((False, False, False), "joint both image 0"),
     ],
 )
-def test_gradients_that_are_not_asked_for_change_no_others(needs: Any, case: str) -> None:
+def test_skipped_gradients_leave_the_others_unchanged(needs: Any, case: str) -> None:
     image, text, _, own = batch([(9, 9)])
     inputs = [image, text, torch.tensor(SCALE, dtype=torch.float64)]
     for x, need in zip(inputs, needs, strict=True):
@@ -191,7 +191,7 @@ def test_gradients_that_are_not_asked_for_change_no_others(needs: Any, case: str
             assert torch.allclose(value, one, rtol=1e-12, atol=1e-14)
 
 
-def test_matryoshka_takes_it_for_each_width() -> None:
+def test_matryoshka_applies_the_loss_to_each_width() -> None:
     case = CASES["joint both both 5"]
     image, text, _, own = batch([(9, 9)])
     loss = MatryoshkaLoss(loss=ContrastiveLoss(**case), widths=[6, 2])(image, text, SCALE)
@@ -214,7 +214,7 @@ def test_matryoshka_takes_it_for_each_width() -> None:
         ({"hardness": 1.0}, {"statistics": True}, "Passed `statistics` to"),
     ],
 )
-def test_what_does_not_go_together_is_refused(setup: Any, call: Any, message: str) -> None:
+def test_contradicting_arguments_raise(setup: Any, call: Any, message: str) -> None:
     image, text, *_ = batch([(9, 9)])
     with pytest.raises(ValueError, match=message):
         ContrastiveLoss(**setup)(image, text, 1.0, **call)
@@ -230,7 +230,7 @@ PEER = {
 
 @pytest.mark.parametrize("case", [case for case in CASES if "text_to_image both" not in case])
 @pytest.mark.parametrize("texts", [9, 18])
-def test_sentence_transformers_gives_the_same(case: str, texts: int) -> None:
+def test_loss_equals_sentence_transformers(case: str, texts: int) -> None:
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     setup = CASES[case]
     if texts > 9 and setup["within"] in ("text", "both"):

@@ -125,7 +125,7 @@ def check_steps(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_exchange_after_ddp_mean_equals_one_process(world_size: int) -> None:
+def test_exchanges_with_ddp_mean_equal_one_process(world_size: int) -> None:
     seed = torch.seed() % 2**31
     by_rank = run_ranks(_train_step_under_ddp, world_size, BATCHES[world_size], seed)
     for case, sizes in enumerate(BATCHES[world_size]):
@@ -169,19 +169,19 @@ def _gradient_on_one_rank(rank: int) -> list[Tensor]:
 
 
 @pytest.mark.distributed
-def test_no_rank_waits_for_the_backward_of_another() -> None:
+def test_backward_on_one_rank_does_not_wait_for_other_ranks() -> None:
     none, found = run_ranks(_gradient_on_one_rank, 2)
     assert none == []
     assert all(relative_error(gradient, found[0]) < 1e-6 for gradient in found)
 
 
 @pytest.mark.distributed
-def test_exchange_of_one_rank_never_communicates() -> None:
+def test_one_rank_does_not_communicate() -> None:
     assert run_ranks(_count_communication, 1) == [dict.fromkeys(EXCHANGES, [])]
 
 
 @pytest.mark.distributed
-def test_exchange_of_two_ranks_sends_what_it_must() -> None:
+def test_two_ranks_use_the_minimum_of_collectives() -> None:
     counted = {
         name: Counter(calls) for name, calls in run_ranks(_count_communication, 2)[0].items()
     }
@@ -217,7 +217,7 @@ def _order_of_events(rank: int) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_ring_sends_while_it_sweeps() -> None:
+def test_ring_transfers_overlap_with_sweeps() -> None:
     forward = [
         *("send 1", "sweep", "send 2"),  # texts travel during the first sweep, column sums after
         *("wait 1", "sweep", "wait 2"),  # and during the second
@@ -240,7 +240,7 @@ def _loss_in_subgroups(rank: int) -> tuple[float, Tensor]:
 
 
 @pytest.mark.distributed
-def test_exchange_in_a_process_group_takes_the_groups_batch_only() -> None:
+def test_process_group_limits_the_batch_to_its_ranks() -> None:
     by_rank = run_ranks(_loss_in_subgroups, 4)
     image, text = (x.double() for x in _pairs(16, 5))
     for members in ([0, 2], [1, 3]):
@@ -263,7 +263,7 @@ def _locked_tower_on_one_rank(rank: int) -> list[Tensor | None]:
 
 
 @pytest.mark.distributed
-def test_exchange_with_gradients_wanted_on_some_ranks_only_gives_them_there() -> None:
+def test_gradients_needed_on_some_ranks_only() -> None:
     by_rank = run_ranks(_locked_tower_on_one_rank, 2)
     image, text = (x.double() for x in _pairs(8, 3))
     scale = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
@@ -303,13 +303,13 @@ def _message_of_bad_input(rank: int, case: str) -> str:
         ("exchange", "of ['slices', 'ring'] on", "of ['slices', 'ring'] on"),
     ],
 )
-def test_loss_with_bad_input_on_one_rank_stops_all(case: str, rank_0: str, rank_1: str) -> None:
+def test_invalid_input_on_one_rank_raises_on_all_ranks(case: str, rank_0: str, rank_1: str) -> None:
     messages = run_ranks(_message_of_bad_input, 2, case)
     assert rank_0 in messages[0]
     assert rank_1 in messages[1]
 
 
-def test_following_sum_result_before_a_full_turn_raises() -> None:
+def test_following_sum_result_before_the_last_step_raises() -> None:
     total = FollowingSum(Ring([4]), "sum")
     with pytest.raises(RuntimeError, match=r"after 0 calls of `add`"):
         total.result()
@@ -321,7 +321,7 @@ def test_sliced_sum_result_before_the_last_slice_raises() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[3], [4, 4], [1, 9], [9, 1], [7, 12, 6], [2, 1, 30, 1], [0, 7]])
-def test_padding_compacts_blocks_in_place_and_spreads_them_again(sizes: list[int]) -> None:
+def test_padding_compact_and_spread_are_inverse_and_in_place(sizes: list[int]) -> None:
     for rank, size in enumerate(sizes):
         padding = Padding(sizes, rank)
         numbers = [torch.arange(10 * rank, 10 * rank + size) for rank, size in enumerate(sizes)]
@@ -339,7 +339,7 @@ def test_padding_compacts_blocks_in_place_and_spreads_them_again(sizes: list[int
 
 @pytest.mark.parametrize("sizes", [[8, 8], [13, 6], [1, 9], [65_536 // 64] * 64])
 @pytest.mark.parametrize("row_bytes", [192, 6_144])
-def test_slice_count_is_the_fewest_whose_blocks_fit(sizes: list[int], row_bytes: int) -> None:
+def test_slice_count_is_the_smallest_that_fits_the_budget(sizes: list[int], row_bytes: int) -> None:
     for rows in (1, 2, 5, 40, 10**6):
         budget = rows * len(sizes) * row_bytes
         count = slice_count(sizes, row_bytes, budget)

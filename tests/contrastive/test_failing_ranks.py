@@ -43,7 +43,7 @@ def _after_the_other_has_gone(rank: int, exchange: Any) -> tuple[str, str]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("exchange", ["slices", "ring"])
-def test_collective_that_fails_names_loss_call_and_where_to_look(exchange: str) -> None:
+def test_error_of_a_collective_names_the_loss_and_the_call(exchange: str) -> None:
     (said, cause), _ = run_ranks(_after_the_other_has_gone, 2, exchange)
     assert "A collective of `SigmoidContrastiveLoss` failed on rank 0" in said
     assert "look at the other ranks' logs first" in said
@@ -51,7 +51,7 @@ def test_collective_that_fails_names_loss_call_and_where_to_look(exchange: str) 
     assert cause.endswith("Error")
 
 
-def test_errors_of_a_loss_that_are_of_no_collective_come_as_they_are(
+def test_other_errors_are_not_wrapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> None:
@@ -71,7 +71,7 @@ def _with_own_scalars(rank: int) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_scale_and_bias_that_differ_between_ranks_are_refused_on_all() -> None:
+def test_different_scales_or_biases_raise_on_all_ranks() -> None:
     for scale, bias in run_ranks(_with_own_scalars, 2):
         assert "Passed `logit_scale` of [10.0, 11.0] to `ContrastiveLoss` on ranks 0 to 1" in scale
         assert "Passed `logit_bias` of [-10.0, -10.0000" in bias
@@ -89,7 +89,7 @@ def _with_a_mistake_on_the_first(rank: int) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_class_that_was_called_is_named_on_all_ranks() -> None:
+def test_error_names_the_called_class_on_all_ranks() -> None:
     _, others = run_ranks(_with_a_mistake_on_the_first, 2)
     names = ("SigmoidContrastiveLoss", "ClipLoss", "MatryoshkaLoss", "SigmoidContrastiveLoss")
     for name, said in zip(names, others, strict=True):
@@ -120,7 +120,7 @@ def nccl(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor
 
 @pytest.mark.parametrize("make_loss", LOSSES)
 @pytest.mark.parametrize("towers_on_cpu", [(True, True), (True, False), (False, True)])
-def test_rank_with_features_on_the_cpu_stops_all_ranks_of_an_nccl_group(
+def test_cpu_features_with_an_nccl_group_raise_on_all_ranks(
     make_loss: Callable[[], Any], towers_on_cpu: tuple[bool, bool], nccl: list[Tensor]
 ) -> None:
     on_gpu = [x.cuda() for x in features(0)]
@@ -138,7 +138,7 @@ def test_rank_with_features_on_the_cpu_stops_all_ranks_of_an_nccl_group(
 
 
 @pytest.mark.parametrize("make_loss", LOSSES)
-def test_loss_that_was_called_before_there_was_a_group_checks_its_features_again(
+def test_features_are_checked_again_after_the_group_is_created(
     make_loss: Callable[[], Any], nccl: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss_fn = make_loss()
@@ -150,7 +150,7 @@ def test_loss_that_was_called_before_there_was_a_group_checks_its_features_again
 
 
 @pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
-def test_features_on_the_cpu_are_accepted_by_groups_that_send_them(
+def test_cpu_features_are_accepted_by_groups_with_a_cpu_backend(
     backends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = Request(*features(0), torch.tensor(1.0))

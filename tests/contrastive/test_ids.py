@@ -63,7 +63,7 @@ def test_pairs_of_equal_ids_are_masked(name: str, dtype: torch.dtype, workspace_
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_ids_that_all_differ_change_nothing(name: str) -> None:
+def test_distinct_ids_change_nothing(name: str) -> None:
     image, text = (F.normalize(torch.randn(70, 24), dim=1) for _ in range(2))
     inputs = [x.requires_grad_() for x in (image, text, torch.tensor(20.0))]
     results = []
@@ -73,7 +73,7 @@ def test_ids_that_all_differ_change_nothing(name: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_perfect_embedding_of_an_image_with_two_texts_has_no_loss() -> None:
+def test_perfect_features_with_duplicate_ids_have_zero_loss() -> None:
     features = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
     assert ContrastiveLoss()(features, features, 100.0) == pytest.approx(math.log(2) / 3, rel=1e-5)
     assert (
@@ -81,7 +81,7 @@ def test_perfect_embedding_of_an_image_with_two_texts_has_no_loss() -> None:
     )
 
 
-def test_batch_of_one_id_has_no_negatives() -> None:
+def test_batch_with_a_single_id_has_no_negatives() -> None:
     image = torch.randn(9, 4, requires_grad=True)
     loss = ContrastiveLoss()(image, torch.randn(9, 4), 5.0, ids=torch.zeros(9, dtype=torch.int32))
     loss.backward()
@@ -125,7 +125,7 @@ def _message(rank: int) -> str:
 
 
 @pytest.mark.distributed
-def test_ids_on_some_ranks_only_are_refused_on_all() -> None:
+def test_ids_on_some_ranks_only_raise_on_all_ranks() -> None:
     assert all(
         "Passed `ids` to `ContrastiveLoss` on ranks [1] of 2 only" in said
         for said in run_ranks(_message, 2)
@@ -140,13 +140,13 @@ def test_ids_on_some_ranks_only_are_refused_on_all() -> None:
         ([1, 2, 3, 4], r"type list.*Pass `torch.tensor\(ids\)`"),
     ],
 )
-def test_ids_that_are_none_are_refused(ids: Any, said: str) -> None:
+def test_invalid_ids_raise(ids: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ContrastiveLoss()(torch.randn(4, 2), torch.randn(4, 2), 1.0, ids=ids)
 
 
 @pytest.mark.slow
-def test_ids_are_compiled_without_a_graph_break() -> None:
+def test_ids_compile_without_graph_break() -> None:
     image, text = (torch.randn(20, 8, requires_grad=True) for _ in range(2))
     ids = few_ids(20, 1)
     compiled = torch.compile(ContrastiveLoss(), backend="aot_eager", fullgraph=True)

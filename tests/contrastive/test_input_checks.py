@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[list[Tensor], float, str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_what_is_hardly_meant_is_said_once(name: str, as_tensor: bool) -> None:
+def test_probable_mistake_warns_once(name: str, as_tensor: bool) -> None:
     features, scale, message = WRONG[name]
     loss = ContrastiveLoss()
     (warning,) = said(loss, features, torch.tensor(scale) if as_tensor else scale)
@@ -54,7 +54,7 @@ def test_what_is_hardly_meant_is_said_once(name: str, as_tensor: bool) -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("name", WRONG)
-def test_prefixes_are_looked_at_as_features_are(name: str, normalize: bool) -> None:
+def test_inputs_of_matryoshka_are_checked_like_features(name: str, normalize: bool) -> None:
     """But for the norms of features that it normalises, which are nobody's mistake."""
     features, scale, message = WRONG[name]
     warned = said(MatryoshkaLoss(widths=[WIDTH, 4], normalize=normalize), features, scale)
@@ -74,18 +74,18 @@ def test_prefixes_are_looked_at_as_features_are(name: str, normalize: bool) -> N
         ([torch.full((BATCH, WIDTH), torch.nan)] * 2, 100.0),
     ],
 )
-def test_what_may_be_meant_is_not_said(features: list[Tensor], scale: float) -> None:
+def test_plausible_inputs_do_not_warn(features: list[Tensor], scale: float) -> None:
     assert said(ContrastiveLoss(), features, scale) == []
 
 
-def test_scale_that_becomes_negative_is_said() -> None:
+def test_scale_that_becomes_negative_warns() -> None:
     loss = ContrastiveLoss()
     assert said(loss, pair(), 1.0, calls=5) == []
     assert said(loss, pair(), -1.0, calls=2) == []  # calls 6 and 7
     assert len(said(loss, pair(), -1.0, calls=1)) == 1
 
 
-def test_on_cuda_it_is_said_by_a_later_call_and_the_host_never_waits(gpu: FakeCuda) -> None:
+def test_warning_on_cuda_comes_with_a_later_call_without_a_sync(gpu: FakeCuda) -> None:
     for features, scale, message in WRONG.values():
         loss = ContrastiveLoss()
         features = [x.to("cuda") for x in features]

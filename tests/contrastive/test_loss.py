@@ -83,7 +83,7 @@ def test_loss_of_a_wide_batch_equals_float64_reference() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_loss_at_logits_of_ten_thousand_is_finite_and_right(dtype: torch.dtype) -> None:
+def test_loss_with_logits_of_ten_thousand_is_accurate(dtype: torch.dtype) -> None:
     image, text = make_features(193, 72, dtype, closeness=0.1, norm=10.0)
     result = errors(image, text, 100.0)
     # fp32 logits near 1e4 are 1e-3 apart, and that is the relative error of their exponentials.
@@ -92,14 +92,14 @@ def test_loss_at_logits_of_ten_thousand_is_finite_and_right(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize(("scale", "loss_below"), [(30.0, 1e-6), (45.0, 1e-12), (60.0, 1e-16)])
-def test_converged_pairs_keep_their_digits(scale: float, loss_below: float) -> None:
+def test_converged_pairs_keep_relative_precision(scale: float, loss_below: float) -> None:
     image, text = make_features(193, 256, torch.float32, closeness=1.0)
     assert reference(image, text, scale).loss < loss_below
     result = errors(image, text, scale)
     assert max(result.values()) < 1e-4
 
 
-def test_converged_loss_keeps_its_digits_where_gradients_are_below_every_epsilon() -> None:
+def test_converged_loss_keeps_relative_precision_with_tiny_gradients() -> None:
     image, text = make_features(193, 256, torch.float32, closeness=1.0)
     result = errors(image, text, 100.0)
     assert reference(image, text, 100.0).loss < 1e-24
@@ -107,7 +107,7 @@ def test_converged_loss_keeps_its_digits_where_gradients_are_below_every_epsilon
     assert image.grad.abs().max() < 1e-24
 
 
-def test_dense_loss_loses_the_digits_of_converged_pairs() -> None:
+def test_usual_formula_loses_the_digits_of_converged_pairs() -> None:
     """What the test above guards against: the usual formula returns rounding noise."""
     image, text = (x.detach() for x in make_features(193, 256, torch.float32, closeness=1.0))
     expected = reference(image, text, 60.0)
@@ -162,7 +162,7 @@ def test_non_finite_cotangent_propagates() -> None:
         assert not image.grad.isfinite().any()
 
 
-def test_negative_zero_features_equal_positive_ones() -> None:
+def test_negative_zeros_equal_positive_zeros() -> None:
     image, text = make_features(20, 8, torch.float32)
     with torch.no_grad():
         image[:, 2], text[:, 5] = -0.0, -0.0
@@ -170,7 +170,7 @@ def test_negative_zero_features_equal_positive_ones() -> None:
     assert max(result.values()) < 1e-5
 
 
-def test_bias_moves_neither_loss_nor_gradients() -> None:
+def test_bias_affects_neither_loss_nor_gradients() -> None:
     image, text = make_features(50, 8, torch.float32)
     bias = torch.tensor([-1e4], requires_grad=True)
     scale = torch.tensor(10.0)
@@ -180,7 +180,7 @@ def test_bias_moves_neither_loss_nor_gradients() -> None:
     assert torch.equal(bias.grad, torch.zeros(1))
 
 
-def test_loss_is_bitwise_repeatable_and_independent_of_workspace_to_rounding() -> None:
+def test_loss_is_bitwise_reproducible_and_independent_of_the_workspace_up_to_rounding() -> None:
     results = []
     features = make_features(700, 40, torch.float32, closeness=0.2)
     for workspace in (2**20, 2**20, 2**26):
@@ -192,14 +192,14 @@ def test_loss_is_bitwise_repeatable_and_independent_of_workspace_to_rounding() -
     assert relative_error(results[0], results[2]) < 1e-6
 
 
-def test_loss_takes_any_strides() -> None:
+def test_loss_accepts_any_strides() -> None:
     image, text = make_features(90, 24, torch.float32)
     strided = (image.detach().T.contiguous().T, torch.stack([text.detach()] * 2, 2)[..., 1])
     loss = ContrastiveLoss()(*strided, 10.0)
     assert relative_error(loss, reference(image, text, 10.0).loss) < 1e-6
 
 
-def test_loss_does_not_touch_its_inputs() -> None:
+def test_loss_does_not_modify_its_inputs() -> None:
     image, text = make_features(30, 24, torch.float64)
     before = image.detach().clone()
     ContrastiveLoss()(image, text, torch.tensor(30.0)).backward()
@@ -207,7 +207,7 @@ def test_loss_does_not_touch_its_inputs() -> None:
 
 
 @pytest.mark.parametrize("trained", ["image", "text", "scale", "bias", "nothing"])
-def test_locked_inputs_get_no_gradient_and_change_no_other(trained: str) -> None:
+def test_inputs_without_grad_get_no_gradient_and_affect_no_other(trained: str) -> None:
     image, text = make_features(40, 24, torch.float32)
     expected = reference(image, text, 10.0)
     leaves = {
@@ -230,7 +230,7 @@ def test_locked_inputs_get_no_gradient_and_change_no_other(trained: str) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_loss_under_autocast_computes_as_outside(dtype: torch.dtype) -> None:
+def test_loss_ignores_autocast(dtype: torch.dtype) -> None:
     image, text = make_features(50, 24, torch.float32)
     with torch.autocast("cpu", dtype=dtype):
         inside = ContrastiveLoss()(image, text, 20.0)
@@ -242,7 +242,7 @@ def test_loss_under_autocast_computes_as_outside(dtype: torch.dtype) -> None:
     assert torch.equal(gradient, image.grad)
 
 
-def test_scale_may_be_a_float_or_of_shape_one() -> None:
+def test_scale_may_be_a_number_or_a_tensor_of_one_value() -> None:
     image, text = make_features(9, 24, torch.float32)
     losses = [ContrastiveLoss()(image, text, s) for s in (7.0, 7, torch.tensor([7.0]))]
     assert losses[0] == losses[1] == losses[2]
@@ -251,7 +251,7 @@ def test_scale_may_be_a_float_or_of_shape_one() -> None:
     assert scale.grad.shape == (1, 1)
 
 
-def test_call_is_that_of_open_clip() -> None:
+def test_call_signature_equals_open_clip() -> None:
     image, text = make_features(9, 24, torch.float32)
     output = {"image_features": image, "text_features": text, "logit_scale": torch.tensor(10.0)}
     result = ContrastiveLoss()(**output, output_dict=True)
@@ -261,7 +261,7 @@ def test_call_is_that_of_open_clip() -> None:
 
 
 @pytest.mark.slow
-def test_loss_compiles_around_and_copies() -> None:
+def test_loss_can_be_compiled_and_copied() -> None:
     image, text = make_features(9, 24, torch.float32)
     module = copy.deepcopy(ContrastiveLoss(workspace_bytes=2**21).eval())
     assert (module.workspace_bytes, module.training) == (2**21, False)
@@ -290,7 +290,7 @@ def _bad_inputs() -> dict[str, tuple[tuple[Any, ...], str]]:
 
 
 @pytest.mark.parametrize("case", _bad_inputs())
-def test_bad_input_says_what_is_accepted(case: str) -> None:
+def test_error_for_invalid_input_lists_accepted_values(case: str) -> None:
     arguments, message = _bad_inputs()[case]
     with pytest.raises(ValueError, match=message):
         ContrastiveLoss()(*arguments)
@@ -300,6 +300,6 @@ def test_bad_input_says_what_is_accepted(case: str) -> None:
     ("kwargs", "message"),
     [({"backend": "cuda"}, "backend='cuda'"), ({"workspace_bytes": 100}, "workspace_bytes=100")],
 )
-def test_bad_arguments_say_what_is_accepted(kwargs: dict[str, Any], message: str) -> None:
+def test_error_for_invalid_argument_names_it(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ContrastiveLoss(**kwargs)

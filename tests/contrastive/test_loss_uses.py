@@ -30,7 +30,7 @@ def features(*dtypes: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float64, torch.half)])
-def test_features_of_two_dtypes_are_taken_in_the_wider_one(dtypes: Any) -> None:
+def test_features_of_two_dtypes_are_promoted(dtypes: Any) -> None:
     image, text = features(*dtypes)
     wide = torch.promote_types(*dtypes)
     twins = [x.detach().to(wide).requires_grad_() for x in (image, text)]
@@ -47,7 +47,7 @@ def test_features_of_two_dtypes_are_taken_in_the_wider_one(dtypes: Any) -> None:
 @pytest.mark.parametrize(
     "scale", [np.float32(5), np.float64(5), np.array(5.0), np.array([5.0]), np.int64(5), 5]
 )
-def test_numbers_of_numpy_are_scales(scale: Any) -> None:
+def test_numpy_numbers_are_accepted_as_scale(scale: Any) -> None:
     image, text = features(torch.float32, torch.float32)
     assert torch.equal(ContrastiveLoss()(image, text, scale), ContrastiveLoss()(image, text, 5.0))
 
@@ -95,7 +95,7 @@ def _copy_with_group(rank: int) -> tuple[bool, str]:
 
 
 @pytest.mark.distributed
-def test_copy_shares_its_process_group_and_a_pickle_is_refused() -> None:
+def test_deepcopy_shares_the_process_group_and_pickle_raises() -> None:
     for shares, message in run_ranks(_copy_with_group, 2):
         assert shares
         assert "Set `loss.process_group = None` first" in message
@@ -110,14 +110,14 @@ def test_copy_shares_its_process_group_and_a_pickle_is_refused() -> None:
         lambda f, x: torch.func.hessian(f)(x),
     ],
 )
-def test_transforms_of_torch_func_are_refused(transform: Callable[..., Any]) -> None:
+def test_torch_func_transforms_raise(transform: Callable[..., Any]) -> None:
     image, text = (x.detach() for x in features(torch.float32, torch.float32))
     with pytest.raises(RuntimeError, match="`ContrastiveLoss` in forward-mode AD or inside a tran"):
         transform(lambda x: ContrastiveLoss()(x, text, 5.0), image)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_forward_mode_is_refused(which: int) -> None:
+def test_forward_mode_ad_raises(which: int) -> None:
     inputs = [*(x.detach() for x in features(torch.float32, torch.float32)), torch.tensor(5.0)]
     with forward_ad.dual_level():
         inputs[which] = forward_ad.make_dual(inputs[which], torch.ones_like(inputs[which]))
@@ -139,14 +139,14 @@ def _second_derivative(rank: int = 0) -> tuple[float, str]:
     return 0.0, "no error"
 
 
-def test_second_derivatives_are_refused_and_first_ones_with_a_graph_are_right() -> None:
+def test_second_derivatives_raise_and_create_graph_gives_exact_first_ones() -> None:
     difference, message = _second_derivative()
     assert difference == 0
     assert "second derivative through a contrastive loss" in message
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_around_the_loss_changes_no_gradient(use_reentrant: bool) -> None:
+def test_activation_checkpointing_leaves_gradients_unchanged(use_reentrant: bool) -> None:
     image, text = (torch.randn(20, 8, requires_grad=True) for _ in range(2))
     (expected,) = torch.autograd.grad(ContrastiveLoss()(image, text, 1.0), image)
     checkpoint(ContrastiveLoss(), image, text, 1.0, use_reentrant=use_reentrant).backward()
@@ -154,7 +154,7 @@ def test_checkpoint_around_the_loss_changes_no_gradient(use_reentrant: bool) -> 
 
 
 @pytest.mark.distributed
-def test_second_derivatives_are_refused_on_ranks() -> None:
+def test_second_derivatives_raise_on_all_ranks() -> None:
     for difference, message in run_ranks(_second_derivative, 2):
         assert difference == 0
         assert "second derivative through a contrastive loss" in message
@@ -171,7 +171,7 @@ assert values[0] == values[1], values
 
 
 @pytest.mark.sweep  # another interpreter imports torch
-def test_interpreter_of_triton_is_not_taken_unless_asked_for() -> None:
+def test_auto_does_not_select_the_triton_interpreter() -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", _INTERPRETED], env=environment, check=True)

@@ -74,7 +74,7 @@ def test_loss_equals_the_sum_over_prefixes(
 
 
 @pytest.mark.parametrize("trained", ["image", "text", "scale", "text scale", "image text", ""])
-def test_what_needs_no_gradient_gets_none_and_the_others_do(trained: str) -> None:
+def test_only_inputs_that_require_grad_get_a_gradient(trained: str) -> None:
     inputs = data(60, 60, 24, 1, torch.float32)
     for name, leaf in zip(("image", "text", "scale"), inputs, strict=True):
         leaf.requires_grad_(name in trained.split())
@@ -91,7 +91,7 @@ def test_what_needs_no_gradient_gets_none_and_the_others_do(trained: str) -> Non
         assert leaf.grad is None or relative_error(leaf.grad, double.grad) < 4e-5
 
 
-def test_products_are_those_of_the_widths() -> None:
+def test_products_add_up_over_the_widths() -> None:
     b, inputs = 200, data(200, 200, 24, 1, torch.float32)
     counted = {torch.ops.aten.addmm_: _addmm_flops}
     for opened in (visible(), contextlib.nullcontext()):
@@ -102,7 +102,7 @@ def test_products_are_those_of_the_widths() -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_one_workspace_and_linear_in_the_batch() -> None:
+def test_memory_is_one_workspace_plus_a_linear_part() -> None:
     b, width, workspace = 2048, 24, 2**20
     image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))
     loss_fn = MatryoshkaLoss(loss=ContrastiveLoss(workspace_bytes=workspace), widths=WIDTHS)
@@ -128,7 +128,7 @@ def _steps(rank: int, sizes: list[tuple[int, int]]) -> dict[str, list[Tensor]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [[(8, 8), (5, 17)], [(3, 9), (7, 7), (1, 20), (6, 8)]])
-def test_loss_of_ranks_equals_one_process(sizes: list[tuple[int, int]]) -> None:
+def test_loss_across_ranks_equals_one_process(sizes: list[tuple[int, int]]) -> None:
     by_rank = run_ranks(_steps, len(sizes), sizes)
     ranks = [data(*size, 24, rank, torch.float64) for rank, size in enumerate(sizes)]
     ends = [0, *itertools.accumulate(n for _, n in sizes)]
@@ -164,7 +164,7 @@ def _gathers(rank: int) -> list[int]:
 
 
 @pytest.mark.distributed
-def test_texts_travel_once_whatever_the_widths() -> None:
+def test_texts_are_exchanged_once_for_all_widths() -> None:
     for one, three in run_ranks(_gathers, 2):
         assert one == three == 8 * 24  # for both sweeps
 
@@ -190,7 +190,7 @@ def test_other_losses_are_called_for_each_width(loss: Any, options: dict[str, Te
     assert torch.equal(found, right)
 
 
-def test_dictionary_second_derivatives_and_printing() -> None:
+def test_output_dict_second_derivatives_and_repr() -> None:
     image, text, scale = data(10, 10, 24, 2, torch.float32)
     loss_fn = MatryoshkaLoss(widths=[24, 8])
     assert list(loss_fn(image, text, scale, output_dict=True)) == ["contrastive_loss"]
@@ -215,12 +215,12 @@ def test_dictionary_second_derivatives_and_printing() -> None:
         ({"widths": [8], "loss": "ContrastiveLoss"}, r"`loss` must be a `ContrastiveLoss` or"),
     ],
 )
-def test_unusable_widths_are_refused(arguments: dict[str, Any], said: str) -> None:
+def test_invalid_widths_raise(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         MatryoshkaLoss(**arguments)
 
 
-def test_widths_beyond_the_features_are_refused() -> None:
+def test_widths_beyond_the_features_raise() -> None:
     with pytest.raises(ValueError, match=r"width 6 to `MatryoshkaLoss\(widths=\[8, 4\]\)`"):
         MatryoshkaLoss(widths=[8, 4])(torch.randn(3, 6), torch.randn(3, 6), 1.0)
 
@@ -235,7 +235,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("loss", [ContrastiveLoss(), ContrastiveLoss(label_smoothing=0.1)])
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_used_is_refused_before_it_is_cut(name: str, loss: ContrastiveLoss) -> None:
+def test_error_shows_the_shapes_before_prefixes_are_taken(name: str, loss: ContrastiveLoss) -> None:
     wrong, said = WRONG[name]
     call: dict[str, Any] = {x: torch.ones(3, 8) for x in ("image_features", "text_features")}
     with pytest.raises(ValueError, match=said):
@@ -257,7 +257,7 @@ def _with_one_that_is_wrong(rank: int) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_what_one_rank_cannot_use_stops_all() -> None:
+def test_invalid_argument_on_one_rank_raises_on_all_ranks() -> None:
     first, second = run_ranks(_with_one_that_is_wrong, 2)
     assert len(first) == len(WRONG)
     assert all("Rank 1 of 2 passed arguments that" in one for one in first)
@@ -265,14 +265,14 @@ def test_what_one_rank_cannot_use_stops_all() -> None:
 
 
 @pytest.mark.parametrize("name", ["duplicates", "hard_negatives"])
-def test_argument_that_a_call_does_not_take_is_refused(name: str) -> None:
+def test_unknown_argument_of_a_call_raises(name: str) -> None:
     features = torch.randn(3, 8)
     options: Any = {name: True}
     with pytest.raises(TypeError, match=f"Passed `{name}` to a call of `MatryoshkaLoss`.*`ids`"):
         MatryoshkaLoss(widths=[8, 4])(features, features, 1.0, **options)
 
 
-def test_loss_is_made_from_yaml() -> None:
+def test_loss_can_be_configured_in_yaml() -> None:
     parser = ArgumentParser()
     parser.add_argument("--loss", type=nn.Module)
     inner = {"class_path": "lightning_mp.ContrastiveLoss", "init_args": {"exchange": "ring"}}
@@ -285,7 +285,7 @@ def test_loss_is_made_from_yaml() -> None:
 
 
 @pytest.mark.parametrize("kind", [ContrastiveLoss, SigmoidContrastiveLoss])
-def test_statistics_are_those_of_the_largest_width(kind: Any) -> None:
+def test_statistics_describe_the_largest_width(kind: Any) -> None:
     torch.manual_seed(0)
     image, text = (torch.randn(20, 16, dtype=torch.float64) for _ in range(2))
     loss_fn = MatryoshkaLoss(loss=kind(), widths=[4, 8], weights=[1.0, 2.0])

@@ -78,7 +78,7 @@ def loss_on_rank(rank: int, device: str, dtype: torch.dtype) -> list[list[Tensor
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [OVER_GLOO, OVER_NCCL])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_ranks_have_the_gradients_of_one_process(backend: str, dtype: torch.dtype) -> None:
+def test_gradients_of_ranks_equal_one_process(backend: str, dtype: torch.dtype) -> None:
     by_rank = start(loss_on_rank, backend, dtype)
     for case, sizes in enumerate(batches_of(len(by_rank))):
         expected = reference(*features(sizes, dtype), SCALE)
@@ -132,7 +132,7 @@ def train_on_rank(rank: int, device: str, half: str | None) -> tuple[list[float]
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [OVER_GLOO, OVER_NCCL])
 @pytest.mark.parametrize("half", [None, "bf16"])
-def test_strategy_trains_all_ranks_alike(backend: str, half: str | None) -> None:
+def test_strategy_trains_equal_weights_on_all_ranks(backend: str, half: str | None) -> None:
     by_rank = start(train_on_rank, backend, half)
     losses, weight = by_rank[0]
     assert losses[-1] < losses[0]

@@ -38,7 +38,7 @@ def features(count: int = BATCH) -> list[Tensor]:
     return [F.normalize(x, dim=1).requires_grad_() for x in rows]
 
 
-def test_one_process_gives_the_loss_and_gradients_of_the_formula() -> None:
+def test_loss_and_gradients_equal_open_clips_formula() -> None:
     image, text = features()
     scale = torch.tensor(14.3, requires_grad=True)
     expected = formula(image, text, scale)
@@ -77,7 +77,7 @@ def _on_rank(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-def test_ranks_give_the_loss_of_the_whole_batch_and_its_gradients() -> None:
+def test_ranks_return_loss_and_gradients_of_the_global_batch() -> None:
     image, text = features(2 * BATCH)
     expected = formula(image, text, 14.3)
     (gradient,) = torch.autograd.grad(expected, [image])
@@ -100,17 +100,17 @@ def _with_the_rank_of_the_first(rank: int) -> str:
 
 
 @pytest.mark.distributed
-def test_rank_of_another_process_is_refused_on_all() -> None:
+def test_wrong_rank_raises_on_all_ranks() -> None:
     first, second = run_ranks(_with_the_rank_of_the_first, 2)
     assert "Rank 1 of 2 passed arguments" in first
     assert "rank=0, world_size=2" in second
 
 
-def test_ranks_without_a_group_are_refused() -> None:
+def test_world_size_without_process_group_raises() -> None:
     with pytest.raises(ValueError, match="Call `torch.distributed.init_process_group` first"):
         factory(0, 8, gather_with_grad=True)(*features(), 14.3)
 
 
-def test_horovod_is_refused() -> None:
+def test_horovod_raises() -> None:
     with pytest.raises(ValueError, match="Start the run with `torchrun`"):
         factory(0, 1, use_horovod=True)

@@ -44,7 +44,7 @@ def with_gradients(loss: Tensor, features: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("b", [64, 70])
 @pytest.mark.parametrize("options", [{}, {"cache_labels": True, "rank": 0, "world_size": 1}])
-def test_chunks_and_exchanges_of_one_process_change_no_bit(b: int, options: dict[str, Any]) -> None:
+def test_chunk_size_and_dist_impl_change_no_bit_on_one_process(b: int, options: dict[str, Any]) -> None:
     features = leaves(b)
     plain = with_gradients(SigmoidContrastiveLoss()(*features, SCALE, BIAS), features)
     doubles = [x.detach().double().requires_grad_() for x in features]
@@ -62,7 +62,7 @@ def test_chunks_and_exchanges_of_one_process_change_no_bit(b: int, options: dict
 
 
 @pytest.mark.parametrize("loss_fn", [ClipLoss(), SigLipLoss()])
-def test_dictionary_of_a_call_by_keywords_has_one_loss_to_add_up(
+def test_output_dict_has_one_entry_that_ends_in_loss(
     loss_fn: ClipLoss | SigLipLoss,
 ) -> None:
     image, text = leaves(BATCH)
@@ -86,14 +86,14 @@ def test_dictionary_of_a_call_by_keywords_has_one_loss_to_add_up(
         ),
     ],
 )
-def test_what_open_clip_does_not_know_either_is_refused(
+def test_values_unknown_to_open_clip_raise(
     arguments: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
         SigLipLoss(**arguments)
 
 
-def test_ranks_without_a_group_are_refused() -> None:
+def test_world_size_without_process_group_raises() -> None:
     with pytest.raises(ValueError, match=r"`SigLipLoss\(rank=1, world_size=2\)`"):
         SigLipLoss(rank=1, world_size=2)(*leaves(BATCH), SCALE, BIAS)
 
@@ -134,7 +134,7 @@ def _on_rank(rank: int, world_size: int) -> dict[str, list[Tensor]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_give_what_open_clips_ranks_do_after_the_mean(world_size: int) -> None:
+def test_mean_over_ranks_equals_open_clip(world_size: int) -> None:
     features = [x.detach().double().requires_grad_() for x in leaves(world_size * BATCH)]
     scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (SCALE, BIAS))
     expected = {

@@ -74,7 +74,7 @@ def test_operators_pass_opcheck(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_class", [ContrastiveLoss, SigmoidContrastiveLoss])
-def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one(loss_class: type) -> None:
+def test_compiled_loss_has_no_graph_break_and_equals_eager(loss_class: type) -> None:
     loss_fn = loss_class()
 
     def step(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one(loss_class: t
 
 
 @pytest.mark.sweep
-def test_compiled_loss_takes_what_the_eager_one_takes() -> None:
+def test_compiled_loss_accepts_the_arguments_of_eager() -> None:
     image, text, *_ = leaves(7, 24)
     compiled = torch.compile(ContrastiveLoss(), backend="aot_eager", fullgraph=True)
     eager = ContrastiveLoss()
@@ -106,7 +106,7 @@ def test_compiled_loss_takes_what_the_eager_one_takes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_compiled_loss_under_autocast_computes_as_outside(dtype: torch.dtype) -> None:
+def test_compiled_loss_ignores_autocast(dtype: torch.dtype) -> None:
     image, text, scale, _ = leaves(50, 24)
     loss_fn = ContrastiveLoss()
     compiled = torch.compile(loss_fn, backend="aot_eager", fullgraph=True)
@@ -116,7 +116,7 @@ def test_compiled_loss_under_autocast_computes_as_outside(dtype: torch.dtype) ->
     assert all(torch.equal(*pair) for pair in zip(inside, expected, strict=True))
 
 
-def test_auto_takes_torch_tiles_on_a_cpu() -> None:
+def test_auto_selects_torch_tiles_on_a_cpu() -> None:
     for dtype in (torch.bfloat16, torch.float64):
         for backend in ("auto", "torch"):
             assert tiles_for(CPU, dtype, backend, workspace_bytes=2**21) == TorchTiles(2**21)
@@ -129,7 +129,7 @@ def test_auto_takes_torch_tiles_on_a_cpu() -> None:
         (torch.float64, "tensor cores would round"),
     ],
 )
-def test_triton_on_a_cpu_says_where_it_runs(dtype: torch.dtype, reason: str) -> None:
+def test_error_for_triton_on_a_cpu_lists_supported_devices(dtype: torch.dtype, reason: str) -> None:
     image, text, *_ = leaves(4, 8, dtype)
     with pytest.raises(ValueError, match=reason) as caught:
         ContrastiveLoss(backend="triton")(image, text, 5.0)
@@ -147,7 +147,7 @@ def test_triton_on_a_cpu_says_where_it_runs(dtype: torch.dtype, reason: str) -> 
     ],
 )
 @pytest.mark.parametrize("loss_class", [ContrastiveLoss, SigmoidContrastiveLoss])
-def test_unknown_choice_says_what_is_known(
+def test_error_for_unknown_option_lists_known_values(
     loss_class: type, kwargs: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"`{loss_class.__name__}\({message}"):

@@ -46,7 +46,7 @@ def step_of(case: Case) -> Any:
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in GATE else pytest.mark.sweep) for x in CASES]
 )
-def test_compiled_loss_is_one_graph_and_the_eager_one(name: str) -> None:
+def test_compiled_loss_is_one_graph_and_equals_eager(name: str) -> None:
     case = Case(name, [(31, 40)], 5)
     leaves = leaves_of(case)
     results = []
@@ -57,7 +57,7 @@ def test_compiled_loss_is_one_graph_and_the_eager_one(name: str) -> None:
         assert torch.equal(found, expected)
 
 
-def test_batch_size_is_no_reason_to_compile_again() -> None:
+def test_new_batch_size_does_not_recompile() -> None:
     loss_fn = ContrastiveLoss(label_smoothing=0.1)
 
     def step(image: Tensor, text: Tensor, negatives: Tensor, positives: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def test_batch_size_is_no_reason_to_compile_again() -> None:
     [(0, 3), *(pytest.param(x, marks=pytest.mark.sweep) for x in [(0,), (1,), (2,), ()])],
     ids=str,
 )
-def test_locked_inputs_get_no_gradient(trained: tuple[int, ...]) -> None:
+def test_inputs_without_grad_get_no_gradient(trained: tuple[int, ...]) -> None:
     case = Case("negatives_of_captions", [(31, 40)], 5)
     leaves = leaves_of(case)
     every = torch.autograd.grad(step_of(case)(*leaves), leaves)
@@ -100,7 +100,7 @@ def test_locked_inputs_get_no_gradient(trained: tuple[int, ...]) -> None:
         assert leaf.grad is None or relative_error(leaf.grad, right) < 1e-5
 
 
-def test_statistics_and_what_cannot_be_used_are_as_outside() -> None:
+def test_compiled_statistics_and_errors_equal_eager() -> None:
     image, text = (torch.randn(b, 8) for b in (6, 9))
     weights, positives = torch.rand(6), torch.arange(6).flip(0)
     loss_fn = ContrastiveLoss()
@@ -118,7 +118,7 @@ def test_statistics_and_what_cannot_be_used_are_as_outside() -> None:
         compiled(step)(torch.zeros(6, dtype=torch.long))
 
 
-def test_matryoshka_is_one_graph_too() -> None:
+def test_compiled_matryoshka_is_one_graph() -> None:
     leaves = [torch.randn(20, 24, requires_grad=True) for _ in range(2)]
     loss_fn = MatryoshkaLoss(widths=[24, 8], weights=[1.0, 0.5])
     results = []
@@ -150,7 +150,7 @@ def test_operators_pass_opcheck(name: str, trains: bool, dtype: torch.dtype) -> 
     opcheck(lambda: loss_fn(image, text, scale, bias, weights=torch.rand(9), **call), what)
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_raise() -> None:
     case = Case("weights", [(9, 12)], 5)
     image, text, scale = leaves_of(case)
     loss = ContrastiveLoss(**case.setup)(image, text, scale, **case.call)

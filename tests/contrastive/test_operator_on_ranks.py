@@ -95,7 +95,7 @@ REST = [
 @pytest.mark.parametrize(
     ("cases", "others"), [(GATE, True), pytest.param(REST, False, marks=pytest.mark.sweep)]
 )
-def test_compiled_loss_of_ranks_is_one_graph_and_the_eager_one_to_the_bit(
+def test_compiled_loss_across_ranks_is_one_graph_and_equals_eager(
     cases: list[Any], others: bool
 ) -> None:
     """Processes of their own import the compiler anew, so a case takes all losses of the gate."""
@@ -123,7 +123,7 @@ def _refused(rank: int, differs: str) -> str:
         ("rules", "whose class or directions or"),
     ],
 )
-def test_compiled_ranks_that_differ_are_refused_on_all(differs: str, said: str) -> None:
+def test_different_options_of_compiled_losses_raise_on_all_ranks(differs: str, said: str) -> None:
     first, second = run_ranks(_refused, 2, differs)
     assert first == second
     assert said in first

@@ -62,7 +62,7 @@ GUIDES = {"guide_image": torch.ones(4, 3), "guide_text": torch.ones(5, 3)}
         ({"duplicates": "multi_positive"}, {}, r"duplicates='multi_positive'\)` without `ids`"),
     ],
 )
-def test_what_cannot_be_used_is_refused(
+def test_invalid_pair_arguments_raise(
     setup: dict[str, Any], call: dict[str, Any], said: str
 ) -> None:
     image, text = torch.randn(4, 2), torch.randn(5, 2)
@@ -70,7 +70,7 @@ def test_what_cannot_be_used_is_refused(
         ContrastiveLoss(**setup)(image, text, 1.0, **call)
 
 
-def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
+def test_sigmoid_loss_raises_for_softmax_arguments() -> None:
     for name in RULES[1:]:
         with pytest.raises(TypeError, match=f"no `{name}`. Only a softmax loss takes it"):
             SigmoidContrastiveLoss(**{name: 1})
@@ -94,7 +94,7 @@ def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
         ({"false_negatives": "absolute", "margin": "0.1"}, "must be a finite number"),
     ],
 )
-def test_unknown_rule_says_what_is_known(setup: dict[str, Any], said: str) -> None:
+def test_error_for_invalid_constructor_argument_lists_accepted_values(setup: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ContrastiveLoss(**setup)
 
@@ -115,7 +115,7 @@ def _messages(rank: int) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
+def test_different_options_raise_on_all_ranks() -> None:
     for weights, duplicates, loss_class in run_ranks(_messages, 2):
         assert "Called a loss whose class or" in loss_class
         assert "Passed `weights` to `ContrastiveLoss` on ranks [1] of 2 only" in weights

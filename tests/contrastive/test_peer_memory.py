@@ -13,7 +13,7 @@ from papers.allocation import peak_allocated
 
 @pytest.mark.parametrize(("keeps_logits", "matrices"), [(False, 4), (True, 6)])
 @pytest.mark.parametrize(("batch", "width", "ranks"), [(512, 32, 1), (1024, 16, 4)])
-def test_peak_is_that_of_the_matrices_and_scaled_features(
+def test_peak_memory_is_matrices_and_scaled_features(
     batch: int, width: int, ranks: int, keeps_logits: bool, matrices: int
 ) -> None:
     """Two log-softmaxes and their gradients, and two logits where they are kept, in fp32.

@@ -85,7 +85,7 @@ def test_sigmoid_loss_equals_open_clips_formula(
         assert (value - right).norm() <= bound * largest + underflow, name
 
 
-def test_converged_pairs_keep_their_digits() -> None:
+def test_converged_pairs_keep_relative_precision() -> None:
     own = torch.eye(40) * math.sqrt(0.6)
     noise = [0.1 * F.normalize(torch.randn(40, 16), dim=1) for _ in range(2)]
     inputs = [torch.cat([x, own], 1).requires_grad_() for x in noise]
@@ -102,7 +102,7 @@ def test_converged_pairs_keep_their_digits() -> None:
     ("trained", "units"),
     [("image text scale bias", 3), ("image", 2), ("text scale", 2), ("scale", 2), ("", 1)],
 )
-def test_sigmoid_loss_takes_one_sweep_and_a_product_for_each_side(trained: str, units: int) -> None:
+def test_sigmoid_loss_takes_one_sweep_and_one_product_per_tower(trained: str, units: int) -> None:
     b, width = 333, 48
     inputs = leaves(b, width, torch.float32, 10.0, -10.0)
     for name, leaf in zip(NAMES, inputs, strict=True):
@@ -118,7 +118,7 @@ def test_sigmoid_loss_takes_one_sweep_and_a_product_for_each_side(trained: str, 
 
 
 @pytest.mark.slow
-def test_memory_is_the_workspace_and_linear_in_the_batch() -> None:
+def test_memory_is_the_workspace_plus_a_linear_part() -> None:
     b, width = 2048, 64
     image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))
     with visible(), PeakBytes() as made:
@@ -127,7 +127,7 @@ def test_memory_is_the_workspace_and_linear_in_the_batch() -> None:
     assert made.peak < 2**20 + 8 * b * width * 4 + 24 * b * 8 < b * b * 4
 
 
-def test_without_a_bias_it_is_zero() -> None:
+def test_missing_bias_is_zero() -> None:
     image, text, scale, _ = leaves(20, 8, torch.float32, 10.0, 0.0)
     loss_fn = SigmoidContrastiveLoss()
     assert loss_fn(image, text, scale) == loss_fn(image, text, scale, 0.0)
@@ -135,7 +135,7 @@ def test_without_a_bias_it_is_zero() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_not_hidden(value: float) -> None:
+def test_non_finite_values_propagate(value: float) -> None:
     image, text, scale, bias = leaves(20, 8, torch.float32, 10.0, -10.0)
     with torch.no_grad():
         image[3, 2] = value
@@ -143,7 +143,7 @@ def test_what_is_not_finite_is_not_hidden(value: float) -> None:
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_second_derivative_is_refused(is_trained: bool) -> None:
+def test_second_derivative_raises(is_trained: bool) -> None:
     """Gradients wait for the backward: without a scale to train it had nothing to differentiate."""
     image, text, *scalars = leaves(5, 8, torch.float32, 10.0, -10.0)
     loss = SigmoidContrastiveLoss()(image, text, *(scalars if is_trained else (10.0, -10.0)))
@@ -175,14 +175,14 @@ def _steps(rank: int, cases: list[list[int]], seed: int) -> list[dict[str, dict[
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_sigmoid_loss_of_ranks_after_ddp_mean_equals_one_process(world_size: int) -> None:
+def test_sigmoid_loss_with_ddp_mean_equals_one_process(world_size: int) -> None:
     seed = torch.seed() % 2**31
     by_rank = run_ranks(_steps, world_size, BATCHES[world_size], seed)
     for case, sizes in enumerate(BATCHES[world_size]):
         check_steps(sigmoid_loss_of_logits, sizes, seed, [cases[case] for cases in by_rank])
 
 
-def test_sweep_of_columns_that_hold_some_positives() -> None:
+def test_sweep_over_columns_with_some_positives_equals_float64() -> None:
     rows, columns = torch.randn(70, 5), torch.randn(90, 5)
     totals, d_rows = torch.zeros(2, dtype=torch.float64), torch.zeros(70, 5)
     scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (0.5, -1.0))

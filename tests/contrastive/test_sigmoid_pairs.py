@@ -96,7 +96,7 @@ def test_loss_equals_the_dense_formula(sizes: Sizes, name: str) -> None:
 
 
 @pytest.mark.parametrize("without", ["image", "text", "scale", "negatives"])
-def test_gradients_that_are_not_asked_for_change_no_others(without: str) -> None:
+def test_skipped_gradients_leave_the_others_unchanged(without: str) -> None:
     wanted = expected([(9, 14)], "all")
     for key, value in found([(9, 14)], "all", SigmoidContrastiveLoss(), 0, without).items():
         assert torch.allclose(value, wanted[key], rtol=1e-12, atol=1e-14), key
@@ -115,7 +115,7 @@ def _steps(rank: int, sizes: Sizes) -> list[dict[str, Tensor]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", RANKS, ids=len)
-def test_loss_of_ranks_equals_the_dense_formula(sizes: Sizes) -> None:
+def test_loss_across_ranks_equals_the_dense_formula(sizes: Sizes) -> None:
     by_rank = run_ranks(_steps, len(sizes), sizes)
     for place, name in enumerate(NAMES):
         wanted = expected(sizes, name)
@@ -128,7 +128,7 @@ def test_loss_of_ranks_equals_the_dense_formula(sizes: Sizes) -> None:
                 assert torch.allclose(value, one, rtol=1e-11, atol=1e-13), (name, key, rank)
 
 
-def test_matryoshka_takes_them_for_each_width() -> None:
+def test_matryoshka_applies_pair_arguments_to_each_width() -> None:
     sizes = [(9, 14)]
     loss_fn = MatryoshkaLoss(loss=SigmoidContrastiveLoss(), widths=[6, 2], weights=[1.0, 0.5])
     parts = [expected(sizes, "all", width)["loss"].item() for width in (6, 2)]
@@ -136,7 +136,7 @@ def test_matryoshka_takes_them_for_each_width() -> None:
     assert value == pytest.approx(parts[0] + parts[1] / 2, rel=1e-13)
 
 
-def test_no_negatives_of_an_image_are_none() -> None:
+def test_empty_negatives_change_nothing() -> None:
     whole = batch([(9, 9)])
     inputs = [whole[key] for key in ("image", "text", "scale", "bias")]
     empty = torch.zeros(9, 0, 6, dtype=torch.float64, requires_grad=True)
@@ -144,7 +144,7 @@ def test_no_negatives_of_an_image_are_none() -> None:
     assert loss.item() == SigmoidContrastiveLoss()(*inputs).item()
 
 
-def test_images_that_weigh_nothing_may_be_infinite_and_all_may() -> None:
+def test_infinite_features_with_weight_zero_give_a_finite_loss() -> None:
     whole = batch([(9, 9)])
     inputs = [whole[key] for key in ("image", "text", "scale", "bias")]
     inputs[0][1] = 1e200  # its weight is 0, and its logits overflow
@@ -161,7 +161,7 @@ def test_images_that_weigh_nothing_may_be_infinite_and_all_may() -> None:
         ({}, {"weights": torch.ones(8)}, "Pass one weight for each image"),
     ],
 )
-def test_what_it_cannot_use_is_refused(setup: Any, call: Any, message: str) -> None:
+def test_unsupported_arguments_raise(setup: Any, call: Any, message: str) -> None:
     whole = batch([(9, 9)])
     with pytest.raises(ValueError, match=message):
         SigmoidContrastiveLoss(**setup)(whole["image"], whole["text"], 1.0, **call)

@@ -73,7 +73,7 @@ def check(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(("b", "n"), [(193, 193), (65, 200)])
 @pytest.mark.parametrize("workspace_bytes", [1, 2**25])
-def test_statistics_equal_those_of_all_pairs_and_change_no_bit(
+def test_statistics_equal_float64_and_leave_the_loss_unchanged(
     name: str, b: int, n: int, dtype: torch.dtype, workspace_bytes: int
 ) -> None:
     image, text, scale = data(b, n, 24, 0, dtype)
@@ -93,7 +93,7 @@ def test_statistics_equal_those_of_all_pairs_and_change_no_bit(
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0, -100.0])
-def test_collapsed_model_hits_nothing(name: str, scale: float) -> None:
+def test_collapsed_model_has_accuracy_zero(name: str, scale: float) -> None:
     feature = F.normalize(torch.randn(1, 70), dim=1)
     loss_fn = LOSSES[name]()
     _, found = loss_fn(feature.expand(90, -1), feature.expand(90, -1), scale, statistics=True)
@@ -103,7 +103,7 @@ def test_collapsed_model_hits_nothing(name: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_nan_is_no_hit(name: str) -> None:
+def test_nan_is_not_a_hit(name: str) -> None:
     features = torch.eye(8)
     texts = features.clone()
     texts[5, 0] = torch.nan
@@ -115,7 +115,7 @@ def test_nan_is_no_hit(name: str) -> None:
     assert found.largest_logit.isnan()
 
 
-def test_each_direction_has_both_and_a_dictionary_keeps_the_loss_alone() -> None:
+def test_statistics_with_one_direction_and_with_output_dict() -> None:
     image, text, scale = data(40, 60, 16, 1, torch.float32)
     for directions in ("both", "image_to_text", "text_to_image"):
         _, found = ContrastiveLoss(directions=directions)(image, text, scale, BIAS, statistics=True)
@@ -125,7 +125,7 @@ def test_each_direction_has_both_and_a_dictionary_keeps_the_loss_alone() -> None
     assert list(found._asdict()) == list(LossStatistics._fields)
 
 
-def test_weights_weigh_statistics_and_order_does_not_matter() -> None:
+def test_statistics_are_weighted_and_independent_of_text_order() -> None:
     image, text, scale = data(40, 60, 16, 3, torch.float32)
     weights = torch.rand(40)
     weights[:7] = 0
@@ -145,7 +145,7 @@ def test_weights_weigh_statistics_and_order_does_not_matter() -> None:
             assert getattr(found, f"{name}_{kind}").item() == pytest.approx(right.item(), rel=1e-5)
 
 
-def test_statistics_of_what_are_no_pairs_are_refused() -> None:
+def test_statistics_without_unique_pairs_raise() -> None:
     image, text, scale = data(4, 4, 8, 3, torch.float32)
     with pytest.raises(ValueError, match="with `negatives` of an image alone"):
         ContrastiveLoss()(image, text, scale, negatives=image[:, None].detach(), statistics=True)
@@ -176,7 +176,7 @@ def _found(rank: int, sizes: list[tuple[int, int]]) -> dict[tuple[str, str], Los
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [[(8, 8), (5, 17)], [(3, 9), (7, 7), (1, 20), (6, 8)]])
-def test_statistics_are_those_of_all_ranks(sizes: list[tuple[int, int]]) -> None:
+def test_statistics_cover_all_ranks(sizes: list[tuple[int, int]]) -> None:
     by_rank = run_ranks(_found, len(sizes), sizes)
     ranks = [data(*size, 12, rank, torch.float32) for rank, size in enumerate(sizes)]
     image, text = (torch.cat([one[index] for one in ranks]) for index in (0, 1))
@@ -190,7 +190,7 @@ def test_statistics_are_those_of_all_ranks(sizes: list[tuple[int, int]]) -> None
 
 
 @pytest.mark.slow
-def test_statistics_are_compiled_without_a_graph_break() -> None:
+def test_statistics_compile_without_graph_break() -> None:
     image, text, scale = data(30, 50, 16, 2, torch.float32)
     compiled = torch.compile(ContrastiveLoss(), backend="aot_eager", fullgraph=True)
     results = []

@@ -66,7 +66,7 @@ def _steps(rank: int, sizes: Sizes) -> dict[str, list[Tensor]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", SIZES, ids=len)
-def test_loss_of_ranks_equals_dense_targets(sizes: Sizes) -> None:
+def test_loss_across_ranks_equals_dense_targets(sizes: Sizes) -> None:
     by_rank = run_ranks(_steps, len(sizes), sizes)
     for name in CASES:
         case = Case(name, sizes, 2)
@@ -79,7 +79,7 @@ def test_loss_of_ranks_equals_dense_targets(sizes: Sizes) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Passed .*negative scale")
-def test_false_negatives_are_the_nearest_with_a_negative_scale_too() -> None:
+def test_false_negatives_with_negative_scale_are_the_most_similar_pairs() -> None:
     case = Case("absolute", [(60, 70)], 0)
     dtype = torch.float64
     check(
@@ -91,21 +91,21 @@ def test_false_negatives_are_the_nearest_with_a_negative_scale_too() -> None:
 
 @pytest.mark.filterwarnings("ignore:Passed .*negative scale")
 @pytest.mark.parametrize("scale", [5.0, -5.0])
-def test_nan_is_no_false_negative(scale: float) -> None:
+def test_nan_is_not_a_false_negative(scale: float) -> None:
     image, text = torch.randn(8, 4), torch.randn(10, 4)
     text[9] = torch.nan
     loss_fn = ContrastiveLoss(false_negatives="absolute")
     assert loss_fn(image, text, scale).isnan()
 
 
-def test_text_as_near_as_the_positive_is_no_negative() -> None:
+def test_text_as_similar_as_the_positive_is_masked() -> None:
     image = torch.eye(6)[[0, 0, 1, 2, 3, 4]]  # the first two are the same
     loss_fn = ContrastiveLoss(false_negatives="relative", margin=0.1)
     assert loss_fn(image, image, 100.0) < 1e-30
     assert ContrastiveLoss()(image, image, 100.0).item() == pytest.approx(math.log(2) / 3, rel=1e-5)
 
 
-def test_relative_limit_of_a_negative_similarity_lies_below_it() -> None:
+def test_relative_threshold_of_a_negative_similarity_is_below_it() -> None:
     image = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     # The positive's similarity is -0.5, and its negative's -0.52: within a tenth of its magnitude.
     text = torch.tensor([[-0.5, 0.8], [-0.52, 0.9]])
@@ -154,7 +154,7 @@ def check_copies(
 
 @pytest.mark.parametrize("guide", [None, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_copy_of_the_positive_stays_a_negative_without_a_margin(
+def test_copy_of_the_positive_without_margin_remains_a_negative(
     dtype: torch.dtype, guide: torch.dtype | None
 ) -> None:
     check_copies(ContrastiveLoss(false_negatives="absolute", workspace_bytes=2**20), dtype, guide)
@@ -173,7 +173,7 @@ def test_thresholds_need_no_memory_beyond_the_workspace() -> None:
     assert made.peak < 2**20 + 8 * b * width * 4 + 40 * b * 8 < b * b * 4
 
 
-def test_neutral_options_change_no_bit() -> None:
+def test_default_options_are_bitwise_neutral() -> None:
     case = Case("weights", [(133, 171)], 4)
     case.call = {}
     plain = found(case, ContrastiveLoss(), torch.float32, 20.0)
@@ -186,7 +186,7 @@ def test_neutral_options_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("scale", [30.0, 60.0])
-def test_converged_pairs_keep_their_digits(scale: float) -> None:
+def test_converged_pairs_keep_relative_precision(scale: float) -> None:
     image = F.normalize(torch.randn(50, 256, dtype=torch.float64), dim=1)
     weights = torch.rand(50)
     leaves = [image.float().requires_grad_(), image.float().requires_grad_()]
@@ -203,7 +203,7 @@ def test_converged_pairs_keep_their_digits(scale: float) -> None:
         assert relative_error(value, other) < 1e-4
 
 
-def test_weight_of_zero_takes_a_pair_out_of_the_terms() -> None:
+def test_pair_with_weight_zero_has_no_term() -> None:
     image, text = (torch.randn(9, 4, dtype=torch.float64) for _ in range(2))
     weights = torch.ones(9)
     weights[4] = 0
@@ -214,7 +214,7 @@ def test_weight_of_zero_takes_a_pair_out_of_the_terms() -> None:
     assert relative_error(ContrastiveLoss()(image, text, 1.0, weights=weights), right) < 1e-12
 
 
-def test_weights_of_zero_have_no_loss_and_negative_ones_no_number() -> None:
+def test_all_zero_weights_give_zero_and_negative_weights_nan() -> None:
     image, text = (torch.randn(5, 4, requires_grad=True) for _ in range(2))
     loss = ContrastiveLoss()(image, text, 1.0, weights=torch.zeros(5))
     loss.backward()
@@ -224,7 +224,7 @@ def test_weights_of_zero_have_no_loss_and_negative_ones_no_number() -> None:
     assert ContrastiveLoss()(image, text, 1.0, weights=weights).isnan()
 
 
-def test_label_smoothing_is_that_of_torch() -> None:
+def test_label_smoothing_equals_torch() -> None:
     image, text = (torch.randn(9, 4, dtype=torch.float64) for _ in range(2))
     target, logits = torch.arange(9), 3 * image @ text.T
     right = sum(F.cross_entropy(x, target, label_smoothing=0.2) for x in (logits, logits.T)) / 2
@@ -232,7 +232,7 @@ def test_label_smoothing_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize("directions", ["both", "text_to_image"])
-def test_text_that_ids_keep_from_all_images_has_a_target_of_nothing(directions: str) -> None:
+def test_text_whose_id_masks_all_images_has_an_empty_target(directions: str) -> None:
     """Smoothing spreads over no image there, and gradients were NaN."""
     image, text = (torch.randn(x, 4, dtype=torch.float64, requires_grad=True) for x in (3, 5))
     options: Any = {"directions": directions, "label_smoothing": 0.2}
@@ -246,7 +246,7 @@ def test_text_that_ids_keep_from_all_images_has_a_target_of_nothing(directions: 
     torch.testing.assert_close(found, expected)
 
 
-def test_loss_is_the_ranking_loss_with_hard_negatives_of_each_anchor() -> None:
+def test_loss_with_negatives_equals_the_ranking_loss_with_hard_negatives() -> None:
     """`MultipleNegativesRankingLoss` of anchors, positives and one negative an anchor, both ways.
 
     sentence-transformers lets an anchor see all negatives, (B, 2 B); with those of other anchors
@@ -264,7 +264,7 @@ def test_loss_is_the_ranking_loss_with_hard_negatives_of_each_anchor() -> None:
     assert relative_error(found, (F.cross_entropy(own, target) + back) / 2) < 1e-12
 
 
-def test_no_negatives_of_an_image_are_none() -> None:
+def test_empty_negatives_change_nothing() -> None:
     image, text = (torch.randn(9, 4, dtype=torch.float64) for _ in range(2))
     none = torch.zeros(9, 0, 4, requires_grad=True)
     loss = ContrastiveLoss()(image, text, 1.0, negatives=none)
@@ -273,7 +273,7 @@ def test_no_negatives_of_an_image_are_none() -> None:
     assert none.grad is not None
 
 
-def test_own_texts_of_an_image_are_no_negatives() -> None:
+def test_positives_of_an_image_are_not_its_negatives() -> None:
     image, owners = torch.eye(4), torch.tensor([0, 0, 0, 1, 2, 2, 3])
     named = torch.tensor([[0, 1, 2], [3, -1, -1], [4, 5, -1], [6, -1, -1]])
     loss_fn = ContrastiveLoss(directions="text_to_image")
@@ -285,7 +285,7 @@ def test_own_texts_of_an_image_are_no_negatives() -> None:
 
 
 @pytest.mark.parametrize("scale", [30.0, 60.0])
-def test_converged_pairs_that_positives_name_keep_their_digits(scale: float) -> None:
+def test_converged_positives_keep_relative_precision(scale: float) -> None:
     text = F.normalize(torch.randn(50, 256), dim=1)
     order = torch.randperm(50)
     leaves = [text[order].requires_grad_(), text.clone().requires_grad_()]
@@ -297,7 +297,7 @@ def test_converged_pairs_that_positives_name_keep_their_digits(scale: float) -> 
     assert all(relative_error(*pair) < 1e-6 for pair in zip(*results, strict=True))
 
 
-def test_image_without_a_text_is_a_negative_alone() -> None:
+def test_image_without_positive_is_a_negative_only() -> None:
     image, text = (torch.randn(size, 4, dtype=torch.float64) for size in (5, 7))
     named = torch.tensor([2, -1, 0, -1, 6])
     rows, texts = torch.tensor([0, 2, 4]), torch.tensor([2, 0, 6])
@@ -307,7 +307,7 @@ def test_image_without_a_text_is_a_negative_alone() -> None:
     assert ContrastiveLoss()(image, text, 1.0, positives=torch.full((5,), -1)) == 0
 
 
-def test_perfect_embedding_of_several_texts_has_the_loss_of_their_number() -> None:
+def test_perfect_features_with_k_positives_have_loss_log_k() -> None:
     features = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
     ids = torch.tensor([7, 7, 1, 2, 3, 4])
     loss = ContrastiveLoss(duplicates="multi_positive")(features, features, 100.0, ids=ids)

@@ -33,7 +33,7 @@ def loss_of(case: Case, leaves: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_locked_inputs_get_no_gradient_and_change_no_other(name: str) -> None:
+def test_inputs_without_grad_get_no_gradient_and_affect_no_other(name: str) -> None:
     case = Case(name, [(31, 40)], 5)
     leaves = leaves_of(case)
     expected = torch.autograd.grad(loss_of(case, leaves), leaves)
@@ -63,7 +63,7 @@ def test_non_finite_values_propagate(name: str, value: float, place: int) -> Non
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_second_derivatives_are_refused(name: str) -> None:
+def test_second_derivatives_raise(name: str) -> None:
     case = Case(name, [(9, 12)], 5)
     leaves = leaves_of(case)
     loss = loss_of(case, leaves)
@@ -75,7 +75,7 @@ def test_second_derivatives_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_negative_cotangent_turns_all_gradients(name: str) -> None:
+def test_negative_cotangent_negates_all_gradients(name: str) -> None:
     case = Case(name, [(31, 40)], 5)
     leaves = leaves_of(case)
     up, down = (torch.autograd.grad(sign * loss_of(case, leaves), leaves) for sign in (1, -1))
@@ -92,7 +92,7 @@ def test_autocast_changes_nothing(name: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(inside, expected, strict=True))
 
 
-def test_fewer_texts_than_images_are_shared() -> None:
+def test_fewer_texts_than_images_can_be_shared() -> None:
     image, text = (F.normalize(torch.randn(b, 12), dim=1).double() for b in (40, 7))
     leaves = [x.requires_grad_() for x in (image, text, torch.tensor(20.0).double())]
     positives = torch.randint(0, 7, (40,))
@@ -122,7 +122,7 @@ def _shared_step(rank: int) -> list[list[Tensor]]:
 
 
 @pytest.mark.distributed
-def test_fewer_texts_than_images_of_ranks_are_shared() -> None:
+def test_fewer_texts_than_images_can_be_shared_on_several_ranks() -> None:
     parts = [_shared(rank) for rank in range(2)]
     image, text = (torch.cat([x[side] for x in parts]).double() for side in (0, 1))
     match = F.one_hot(torch.cat([parts[0][2], parts[1][2] + 4]), 10).bool()
@@ -136,7 +136,7 @@ def test_fewer_texts_than_images_of_ranks_are_shared() -> None:
             check(found, expected, torch.float32, rank)
 
 
-def test_positives_that_are_the_order_are_as_without() -> None:
+def test_positives_in_order_equal_the_default() -> None:
     case = Case("weights", [(31, 40)], 5)
     leaves = leaves_of(case)
     results: list[Any] = []
@@ -147,7 +147,7 @@ def test_positives_that_are_the_order_are_as_without() -> None:
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_ids_need_not_lie_next_to_each_other() -> None:
+def test_ids_may_be_strided() -> None:
     image, text = (torch.randn(20, 4) for _ in range(2))
     ids = torch.randint(0, 5, (20, 3))[:, 1]
     for loss_fn in (ContrastiveLoss(), ContrastiveLoss(duplicates="multi_positive")):

@@ -100,7 +100,7 @@ class PeakBytes(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("b", [512, 2048])
-def test_loss_takes_the_workspace_and_memory_linear_in_the_batch(
+def test_memory_is_the_workspace_plus_a_linear_part(
     b: int, dtype: torch.dtype
 ) -> None:
     width, workspace = 64, 2**20
@@ -114,7 +114,7 @@ def test_loss_takes_the_workspace_and_memory_linear_in_the_batch(
 
 
 @pytest.mark.parametrize("loss", [ContrastiveLoss, SigmoidContrastiveLoss])
-def test_operator_leaves_two_gradients_for_the_backward(loss: type[ContrastiveLoss]) -> None:
+def test_operator_saves_only_two_gradients_for_the_backward(loss: type[ContrastiveLoss]) -> None:
     """Autograd would make zeros for each of its outputs, also of those that have no gradient."""
     b, width = 1024, 16
     image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))
@@ -135,7 +135,7 @@ def _addmm_flops(total: Any, left: Any, right: Any, **kwargs: Any) -> int:
     ("trained", "units"), [("image text scale", 4), ("image", 3), ("text scale", 3), ("", 1)]
 )
 @pytest.mark.parametrize("keeps", [None, "some", "all"])
-def test_loss_takes_four_units_of_work_and_fewer_with_kept_tiles_or_a_locked_tower(
+def test_loss_takes_four_units_of_work_and_fewer_with_stored_tiles_or_a_locked_tower(
     trained: str, units: int, keeps: str | None
 ) -> None:
     b, width = 333, 48
@@ -177,7 +177,7 @@ def test_default_workspace_is_the_documented_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("case", HARD)
 @pytest.mark.slow
-def test_kept_tiles_give_the_gradients_of_tiles_that_are_not(case: str, dtype: torch.dtype) -> None:
+def test_stored_tiles_give_the_gradients_of_recomputed_tiles(case: str, dtype: torch.dtype) -> None:
     image, text, scale = hard_features(333, 48, case)
     image, text = image.to(dtype), text.to(dtype)
     expected = reference(image, text, scale)
@@ -204,7 +204,7 @@ def test_kept_tiles_give_the_gradients_of_tiles_that_are_not(case: str, dtype: t
             assert relative_error(value, right) < sum(bounds)
 
 
-def test_tiles_are_kept_for_gradients_alone_and_not_for_the_backward() -> None:
+def test_tiles_are_stored_only_if_gradients_are_needed_and_freed_before_the_backward() -> None:
     image, text = torch.randn(512, 8, requires_grad=True), torch.randn(512, 8)
     made = {}
     for trains in (True, False):

@@ -19,7 +19,7 @@ class _Visible(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = _operator._run(*inputs)
-        _operator._keep(ctx, inputs, output)
+        _operator._save_for_backward(ctx, inputs, output)
         return output
 
     @staticmethod

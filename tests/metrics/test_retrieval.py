@@ -167,7 +167,7 @@ def test_recall_zero_feature_ties_with_all() -> None:
     assert values["text_to_image_mean_rank"] == 2
 
 
-def test_recall_leaves_out_unmatched_queries_and_warns_once() -> None:
+def test_recall_ignores_unmatched_queries_and_warns_once() -> None:
     image, text, image_ids, text_ids = make_pairs(30, 60, 8, grid=True)
     text_ids[text_ids == text_ids[0]] = -1
     metric = ContrastiveRecall(normalize=False)

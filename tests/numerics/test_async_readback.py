@@ -112,7 +112,7 @@ def test_buffers_grow_with_copies_in_flight_and_are_reused() -> None:
     assert [one.array.tolist() for one in kept] == [[float(step)] * 3 for step in range(50)]
 
 
-def test_a_buffer_serves_only_its_shape_and_dtype() -> None:
+def test_buffer_is_reused_only_for_its_shape_and_dtype() -> None:
     readback = _Delayed()
     tensors = [torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 3, dtype=torch.float64)]
     for step, tensor in enumerate(tensors * 2):

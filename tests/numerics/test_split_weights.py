@@ -57,14 +57,14 @@ def test_weight_and_residual_carry_their_bits_at_every_size(half: torch.dtype) -
     assert error.max() <= 2.0 ** -BITS[half]
 
 
-def test_the_smallest_fp16_weights_resolve_2_to_the_minus_35() -> None:
+def test_smallest_fp16_weights_resolve_2_to_the_minus_35() -> None:
     m = values(200_001, -40, -13)
     joined = join_weight(*split_weight(m, torch.float16))
     error = (joined.double() - m.double()).abs().max()
     assert 2.0**-37 < error <= 2.0**-35  # 2.9e-11
 
 
-def test_a_residual_without_unit_would_carry_14_bits_of_a_thousandth() -> None:
+def test_residual_without_unit_would_carry_14_bits() -> None:
     """The reason for the unit."""
     m = 1e-3 * (1 + torch.rand(100_001))
     plain = (m - m.half().float()).half()
@@ -203,7 +203,7 @@ def test_generator_makes_rounding_reproducible(half: torch.dtype) -> None:
 
 
 @half_dtypes
-def test_rounding_takes_any_shape_and_stride(half: torch.dtype) -> None:
+def test_rounding_accepts_any_shape_and_stride(half: torch.dtype) -> None:
     m = torch.randn(5, 7).t()
     found = round_stochastically(m, half)
     assert ((found.double() - m.double()).abs() <= m.double().abs() * torch.finfo(half).eps).all()

@@ -58,7 +58,7 @@ def _sparse(values: list[float]) -> Tensor:
     return torch.sparse_coo_tensor([[4] * len(values)], values, (10,), check_invariants=True)
 
 
-def test_count_non_finite_of_a_sparse_tensor_looks_at_its_stored_values() -> None:
+def test_count_non_finite_of_a_sparse_tensor_reads_its_stored_values() -> None:
     sparse = _sparse([1.0, math.nan, math.inf, -math.inf])
     assert count_non_finite([torch.zeros(3), sparse]).tolist() == [[0, 0], [1, 2]]
     assert first_non_finite([("rows", sparse)]) == NonFinite("rows", (10,), 4, 1, 2)

@@ -47,12 +47,12 @@ def test_stats_equal_the_reference(seed: int, bad: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_unlooked")
 @pytest.mark.parametrize("bad", [False, True])
-def test_stats_equal_the_reference_without_looking_at_values(bad: bool) -> None:
+def test_stats_equal_the_reference_without_reading_values(bad: bool) -> None:
     tensors = planted_tensors(2, bad=bad)
     assert_stats_agree(tensor_stats(tensors, scale=2.0), tensors, scale=2.0)
 
 
-def test_stats_are_equal_with_and_without_looking_at_values(request: pytest.FixtureRequest) -> None:
+def test_stats_are_equal_with_and_without_reading_values(request: pytest.FixtureRequest) -> None:
     """What is passed over would have found nothing; only the units of norms differ."""
     tensors = [torch.randn(3000), torch.rand(2048) + 1, planted_tensors(3)[-2], torch.zeros(5000)]
     looked = tensor_stats(tensors)

@@ -102,7 +102,7 @@ def moments(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 # --- the check -----------------------------------------------------------------------------------
 
 
-def test_check_reports_trainable_half_parameters_without_masters_by_name() -> None:
+def test_check_reports_names_of_trainable_half_parameters_without_master_weights() -> None:
     model = nn.ModuleDict({name: nn.Linear(3, 2) for name in ("a", "b", "c", "d")})
     model["a"].half()
     model["b"].bfloat16()
@@ -127,7 +127,7 @@ def test_check_reports_trainable_half_parameters_without_masters_by_name() -> No
     ],
     ids=["RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam"],
 )
-def test_check_knows_below_which_gradient_torchs_other_optimizers_fail(
+def test_check_gives_the_failing_gradient_of_other_torch_optimizers(
     make: Make, blow_up: float
 ) -> None:
     gradient = torch.arange(0x5C00, dtype=torch.int16).view(FP16)  # up to 256
@@ -144,7 +144,7 @@ def test_check_knows_below_which_gradient_torchs_other_optimizers_fail(
 
 
 @pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED)
-def test_guard_refuses_half_parameters_whose_optimizer_cannot_use_fp32_states(make: Make) -> None:
+def test_guard_raises_for_half_parameters_whose_optimizer_cannot_use_fp32_states(make: Make) -> None:
     """Lightning#20619."""
     optimizer = make([half_parameter()])
     with pytest.raises(ValueError, match="torch.float16 parameter") as error:
@@ -157,7 +157,7 @@ def test_guard_refuses_half_parameters_whose_optimizer_cannot_use_fp32_states(ma
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("others", [(), ("amsgrad",), ("differentiable",), ("maximize",)])
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
-def test_safe_adamw_accepts_the_arguments_that_the_guard_advises(
+def test_safe_adamw_accepts_the_arguments_that_the_guard_recommends(
     kind: Any, others: tuple[str, ...], fused: bool
 ) -> None:
     if fused and "differentiable" in others:
@@ -173,7 +173,7 @@ def test_safe_adamw_accepts_the_arguments_that_the_guard_advises(
     assert guard_adam_epsilon(optimizer, "keep") == []
 
 
-def test_guard_names_the_gradient_that_would_blow_up() -> None:
+def test_guard_error_names_the_gradient_that_would_blow_up() -> None:
     for beta2, threshold in ((0.999, "0.00546"), (0.95, "0.000772"), (0.9999, "0.0173")):
         optimizer = optim.AdamW([half_parameter()], betas=(0.9, beta2))
         with pytest.raises(ValueError, match=f"<= {threshold} "):
@@ -181,7 +181,7 @@ def test_guard_names_the_gradient_that_would_blow_up() -> None:
 
 
 @pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED)
-def test_guard_lets_masters_frozen_bf16_and_fp32_parameters_pass(make: Make) -> None:
+def test_guard_accepts_master_weights_and_frozen_bf16_and_fp32_parameters(make: Make) -> None:
     has_master = half_parameter()
     frozen = half_parameter().requires_grad_(False)
     for parameter in (has_master, frozen, half_parameter(dtype=BF16), half_parameter(dtype=FP32)):
@@ -206,7 +206,7 @@ def test_guard_leaves_other_optimizers_untouched(make: Make) -> None:
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before-first-step", "after-steps"])
 @pytest.mark.parametrize("make", MOVED.values(), ids=MOVED)
-def test_guard_moves_states_to_fp32_where_the_optimizer_uses_them(
+def test_guard_moves_states_to_fp32_if_the_optimizer_supports_them(
     make: Make, is_late: bool
 ) -> None:
     parameter = half_parameter(33)
@@ -252,14 +252,14 @@ def test_guard_keeps_moved_states_in_fp32_through_checkpoints(make: Make) -> Non
     assert torch.equal(parameter, twin)
 
 
-def test_adafactor_takes_no_fp32_states_for_half_parameters() -> None:
+def test_adafactor_does_not_support_fp32_states_of_half_parameters() -> None:
     parameter = half_parameter()
     optimizer = optim.Adafactor([parameter])
     assert not move_states_to_fp32(optimizer, optimizer.param_groups[0], parameter)
     assert not optimizer.state
 
 
-def test_foreach_adagrad_multiplies_small_gradients_with_the_rate_in_half() -> None:
+def test_foreach_adagrad_multiplies_gradients_by_the_learning_rate_in_half() -> None:
     gradient = torch.tensor([2.9e-5, 3.1e-5]).half()
     parameter = nn.Parameter(torch.zeros(2, dtype=FP16))
     optimizer = optim.Adagrad([parameter], lr=1e-3, foreach=True)
@@ -269,7 +269,7 @@ def test_foreach_adagrad_multiplies_small_gradients_with_the_rate_in_half() -> N
     assert parameter[1] < -1e-3
 
 
-def test_guard_that_finds_fp32_states_keeps_them_through_checkpoints() -> None:
+def test_guard_keeps_existing_fp32_states_through_checkpoints() -> None:
     parameter = half_parameter()
     optimizer = optim.Adagrad([parameter])
     for handle in guard_adam_epsilon(optimizer):  # a first fit, and its end
@@ -293,7 +293,7 @@ def test_guard_moves_half_states_of_fp32_parameters() -> None:
     assert parameter.isfinite().all()
 
 
-def test_guard_judges_foreign_optimizers_by_the_states_that_they_have() -> None:
+def test_guard_judges_other_libraries_optimizers_by_their_states() -> None:
     refused = Foreign([half_parameter()])
     step(refused, 0.0)
     with pytest.raises(ValueError, match="0.000772"):
@@ -311,7 +311,7 @@ def test_guard_judges_foreign_optimizers_by_the_states_that_they_have() -> None:
         assert {k: v.dtype for k, v in known_good.state.copy().popitem()[1].items()} == states
 
 
-def test_guard_never_moves_half_states_of_foreign_optimizers() -> None:
+def test_guard_never_moves_half_states_of_other_libraries_optimizers() -> None:
     parameter = half_parameter(dtype=FP32)
     optimizer = Foreign([parameter], dtype=FP16)
     step(optimizer, 0.0)
@@ -319,7 +319,7 @@ def test_guard_never_moves_half_states_of_foreign_optimizers() -> None:
     assert optimizer.state[parameter]["exp_avg_sq"].dtype == FP16
 
 
-def test_guard_with_a_number_sets_every_scalar_epsilon_for_good() -> None:
+def test_guard_with_a_number_sets_every_scalar_epsilon_permanently() -> None:
     a, b = half_parameter(dtype=FP32), half_parameter(dtype=FP32)
     optimizer = optim.AdamW([{"params": [a]}, {"params": [b], "eps": 1e-5}])
     saved = copy.deepcopy(optimizer.state_dict())
@@ -336,7 +336,7 @@ def test_guard_with_a_number_sets_every_scalar_epsilon_for_good() -> None:
     assert [group["eps"] for group in optimizer.param_groups] == [1e-8, 1e-5]
 
 
-def test_guard_with_a_number_leaves_epsilons_of_other_kinds_and_then_judges() -> None:
+def test_guard_with_a_number_ignores_non_scalar_epsilons_and_then_checks() -> None:
     adafactor = optim.Adafactor([half_parameter(dtype=FP32)])
     guard_adam_epsilon(adafactor, 1e-6)
     assert adafactor.param_groups[0]["eps"] == (None, 1e-3)
@@ -348,7 +348,7 @@ def test_guard_with_a_number_leaves_epsilons_of_other_kinds_and_then_judges() ->
         guard_adam_epsilon(optim.Adam([half_parameter()]), 1e-4)
 
 
-def test_guard_told_to_keep_does_nothing() -> None:
+def test_guard_with_keep_does_nothing() -> None:
     optimizer = optim.RMSprop([half_parameter()])
     assert guard_adam_epsilon(optimizer, "keep") == []
     assert guard_adam_epsilon(optim.Adam([half_parameter()]), "keep") == []
@@ -356,12 +356,12 @@ def test_guard_told_to_keep_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1e-8, math.nan, math.inf, True, "fp32", None])
-def test_guard_refuses_what_is_no_epsilon(wrong: Any) -> None:
+def test_guard_raises_for_an_invalid_epsilon(wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"adam_epsilon={wrong!r}"):
         guard_adam_epsilon(optim.Adam([half_parameter()]), wrong)
 
 
-def test_keep_fp32_states_ends_with_its_handles_and_widens_what_was_saved_in_half() -> None:
+def test_keep_fp32_states_widens_saved_half_states_until_its_handles_are_removed() -> None:
     parameter = half_parameter()
     optimizer = optim.RMSprop([parameter])
     step(optimizer, 0.5)

@@ -95,7 +95,7 @@ kernels, steps = requests(STEPS + SUMS), requests(STEPS)
 
 
 @kernels
-def test_kernel_keeps_everything_in_registers(compiled: Compile, request_: Request) -> None:
+def test_kernel_spills_no_registers(compiled: Compile, request_: Request) -> None:
     kernel = compiled(request_)
     assert not kernel.is_spilled
     assert kernel.complaints == ()
@@ -104,7 +104,7 @@ def test_kernel_keeps_everything_in_registers(compiled: Compile, request_: Reque
 
 
 @kernels
-def test_aligned_blocks_are_read_in_vectors_and_others_element_by_element(
+def test_only_aligned_blocks_are_read_in_vectors(
     compiled: Compile, request_: Request
 ) -> None:
     """16 bytes a thread of what is fp32, 8 of what is half, once each; the rest is masked."""
@@ -138,14 +138,14 @@ def test_values_do_not_pass_through_shared_memory(compiled: Compile, request_: R
 
 
 @kernels
-def test_nothing_is_added_up_in_an_order_of_chance(compiled: Compile, request_: Request) -> None:
+def test_kernel_uses_no_atomics(compiled: Compile, request_: Request) -> None:
     kernel = compiled(request_)
     assert kernel.atomics == ()
     assert not [one for one in kernel.instructions if one.startswith(("ATOM", "RED."))]
 
 
 @kernels
-def test_nothing_is_in_float64(compiled: Compile, request_: Request) -> None:
+def test_kernel_computes_nothing_in_float64(compiled: Compile, request_: Request) -> None:
     """Consumer chips have a 64th of their rate in float64."""
     kernel = compiled(request_)
     assert not [one for one in kernel.instructions if one in ("DADD", "DMUL", "DFMA")]

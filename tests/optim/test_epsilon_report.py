@@ -29,7 +29,7 @@ def test_report_in_fp16_gives_the_known_thresholds(
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("beta2", [0.9, 0.98, 0.9995])
-def test_report_thresholds_are_where_torchs_adam_flushes_and_overflows(
+def test_report_thresholds_equal_those_of_torch_adam(
     beta2: float, fused: bool, dtype: torch.dtype
 ) -> None:
     math_dtype = FP32 if fused else None
@@ -47,7 +47,7 @@ def test_report_thresholds_are_where_torchs_adam_flushes_and_overflows(
 
 @pytest.mark.parametrize("eps", [3e-8, 1e-7, 1e-6, 1e-4, 1e-3, 5.5e-3, 0.1])
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
-def test_report_gives_the_largest_step_of_torchs_adam_in_fp16(beta2: float, eps: float) -> None:
+def test_report_gives_the_largest_step_of_torch_adam_in_fp16(beta2: float, eps: float) -> None:
     report = epsilon_report(eps=eps, beta2=beta2, state_dtype=FP16)
     gradient = torch.arange(0x7C00, dtype=torch.int16).view(FP16)
     parameter = nn.Parameter(torch.zeros_like(gradient))
@@ -63,7 +63,7 @@ def test_report_gives_the_largest_step_of_torchs_adam_in_fp16(beta2: float, eps:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beta2", [0.9, 0.99])
-def test_report_gives_the_largest_step_that_fused_adam_grows_to(beta2: float) -> None:
+def test_report_gives_the_largest_step_of_fused_adam(beta2: float) -> None:
     report = epsilon_report(eps=1e-8, beta2=beta2, state_dtype=FP16, math_dtype=FP32)
     assert report.survives
     assert not report.is_safe
@@ -79,7 +79,7 @@ def test_report_gives_the_largest_step_that_fused_adam_grows_to(beta2: float) ->
 
 @pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64])
 @pytest.mark.parametrize("eps", [1e-8, 1e-16])
-def test_report_in_formats_of_wide_range_is_good(eps: float, dtype: torch.dtype) -> None:
+def test_report_for_dtypes_with_a_wide_range_is_safe(eps: float, dtype: torch.dtype) -> None:
     report = epsilon_report(eps=eps, beta2=0.999, state_dtype=dtype)
     assert report.is_safe
     assert report.largest_step == 1
@@ -87,7 +87,7 @@ def test_report_in_formats_of_wide_range_is_good(eps: float, dtype: torch.dtype)
     assert report.overflow_gradient > 1e20
 
 
-def test_report_says_in_a_sentence_what_happens_and_what_to_do() -> None:
+def test_report_string_states_effect_and_remedy() -> None:
     lost = str(epsilon_report(eps=1e-8, beta2=0.999, state_dtype=FP16))
     assert "eps=1e-08 is 0 in torch.float16" in lost
     assert "0.00546" in lost
@@ -103,7 +103,7 @@ def test_report_says_in_a_sentence_what_happens_and_what_to_do() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"eps": -1e-8}, {"eps": math.nan}, {"beta2": 1.0}, {"beta2": -0.1}]
 )
-def test_report_of_impossible_values_is_refused(wrong: dict[str, float]) -> None:
+def test_report_with_invalid_values_raises(wrong: dict[str, float]) -> None:
     (name, value), *_ = wrong.items()
     with pytest.raises(ValueError, match=f"{name}={value!r}"):
         epsilon_report(**{"eps": 1e-8, "beta2": 0.9, **wrong}, state_dtype=FP16)

@@ -55,7 +55,7 @@ def test_step_agrees_with_torch_and_float64(half, grad, write_back, rule, is_cli
 
 
 @pytest.mark.parametrize("write_back", ["kahan", "stochastic"])
-def test_found_inf_keeps_every_bit(write_back):
+def test_step_with_found_inf_changes_no_bit(write_back):
     problem = fresh(FP16, FP16, write_back)
     problem.grads[0][1, 2] = torch.inf
     found_inf = torch.tensor(1.0, device="cuda")
@@ -81,7 +81,7 @@ def test_alignment_changes_no_bit(half, write_back):
         assert disagreement(odd, aligned) < 0.5
 
 
-def test_tensor_of_more_than_two_to_the_31_elements_is_stepped_to_its_end():
+def test_tensor_with_more_than_2_to_the_31_elements_is_stepped_completely():
     count = 2**31 + 4099
     if torch.cuda.mem_get_info()[0] < 14 * count:
         pytest.skip("needs 30 GB of memory")
@@ -95,7 +95,7 @@ def test_tensor_of_more_than_two_to_the_31_elements_is_stepped_to_its_end():
         assert part.amin().item() == part.amax().item() == -1.0
 
 
-def test_step_waits_for_nothing():
+def test_step_does_not_synchronize():
     problem = fresh(FP16, FP16)
     scale, found_inf = (torch.tensor(value, device="cuda") for value in (4.0, 0.0))
     options = {"clip_update_rms": 1.0, "grad_scale": scale, "found_inf": found_inf}
@@ -110,7 +110,7 @@ def test_step_waits_for_nothing():
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_captured_step_is_replayed(is_known):
+def test_captured_step_can_be_replayed(is_known):
     """By the kernel after a step of these tensors, which a capture on another stream finds."""
     problem = fresh(FP16, FP16, shapes=[(1000, 17), (33,)])
     params = [torch.nn.Parameter(param) for param in problem.params]
@@ -138,7 +138,7 @@ def test_captured_step_is_replayed(is_known):
 
 
 @pytest.mark.parametrize("half", [FP16, FP32])
-def test_optimizer_trains_alike_with_both_steps(half):
+def test_optimizer_trains_equally_with_fused_and_foreach(half):
     weights = [torch.randn(shape, device="cuda") for shape in ((170, 51), (5,), (11_000,))]
     trained = []
     for fused in (True, False):

@@ -56,7 +56,7 @@ def steps_at(
     return history
 
 
-def test_fp16_range_is_as_known() -> None:
+def test_fp16_range_has_its_known_values() -> None:
     one = torch.ones((), dtype=torch.float16)
     assert torch.finfo(torch.float16).max == 65504
     assert torch.finfo(torch.float16).tiny == 2.0**-14
@@ -67,7 +67,7 @@ def test_fp16_range_is_as_known() -> None:
 @pytest.mark.parametrize(
     ("eps", "stored"), [(1e-8, 0.0), (3e-8, 5.96e-8), (1e-7, 1.19e-7), (1e-6, 1.013e-6)]
 )
-def test_epsilon_added_to_an_fp16_zero_is_its_rounding(eps: float, stored: float) -> None:
+def test_epsilon_added_to_an_fp16_zero_is_rounded(eps: float, stored: float) -> None:
     denominator = torch.zeros(1, dtype=torch.float16).add_(eps).item()
     assert denominator == pytest.approx(stored, rel=2e-3)
     assert denominator == rounded(eps, torch.float16)
@@ -75,7 +75,7 @@ def test_epsilon_added_to_an_fp16_zero_is_its_rounding(eps: float, stored: float
 
 @pytest.mark.parametrize("beta2", THRESHOLDS)
 @eager
-def test_adam_in_fp16_blows_up_below_the_threshold_and_nowhere_above(
+def test_adam_in_fp16_blows_up_only_below_the_threshold(
     options: dict[str, bool], beta2: float
 ) -> None:
     """Lightning#20619."""
@@ -96,7 +96,7 @@ def test_adam_in_fp16_blows_up_below_the_threshold_and_nowhere_above(
     ("eps", "largest"), [(3e-8, 91584), (1e-7, 45792), (1e-6, 5388), (1e-4, 54.59375)]
 )
 @eager
-def test_larger_epsilon_bounds_the_first_update_far_too_high(
+def test_larger_epsilon_still_allows_huge_first_updates(
     options: dict[str, bool], eps: float, largest: float
 ) -> None:
     update, _ = first_step(every_gradient(), eps=eps, **options)
@@ -105,7 +105,7 @@ def test_larger_epsilon_bounds_the_first_update_far_too_high(
     assert every_gradient()[update.argmax()].item() == pytest.approx(5.459e-3, rel=1e-3)
 
 
-def test_fused_adam_in_fp16_takes_a_right_first_step() -> None:
+def test_fused_adam_in_fp16_takes_a_correct_first_step() -> None:
     gradient = every_gradient()
     update, state = first_step(gradient, fused=True)
     exact = gradient.double() / (gradient.double() + 1e-8)
@@ -124,7 +124,7 @@ def test_fused_adam_in_fp16_loses_its_second_moment_and_steps_grow() -> None:
 
 
 @every
-def test_gradient_above_8094_takes_the_second_moment_to_inf_and_freezes_the_weight(
+def test_gradient_above_8094_overflows_the_second_moment_and_freezes_the_weight(
     options: dict[str, bool],
 ) -> None:
     gradient = every_gradient()
@@ -144,7 +144,7 @@ def test_gradient_above_8094_takes_the_second_moment_to_inf_and_freezes_the_weig
 
 
 @pytest.mark.slow
-def test_gradient_that_stays_above_256_takes_the_second_moment_to_inf_later() -> None:
+def test_constant_gradient_above_256_overflows_the_second_moment_eventually() -> None:
     history = steps_at(300.0, 1331, fused=True)
     assert math.isfinite(history[1329][1])
     assert history[1330][1] == math.inf
@@ -154,7 +154,7 @@ def test_gradient_that_stays_above_256_takes_the_second_moment_to_inf_later() ->
 
 
 @every
-def test_load_state_dict_casts_fp32_states_to_the_parameters_half(
+def test_load_state_dict_casts_fp32_states_to_the_parameter_dtype(
     options: dict[str, bool],
 ) -> None:
     wide = nn.Parameter(torch.zeros(3))
@@ -174,7 +174,7 @@ def test_load_state_dict_casts_fp32_states_to_the_parameters_half(
 @pytest.mark.parametrize(
     ("options", "stall"), [(EAGER["single"], 0.5), (EAGER["foreach"], 0.5), (EVERY["fused"], 0.25)]
 )
-def test_bf16_second_moment_stalls_below_the_square_of_the_gradient(
+def test_bf16_second_moment_stalls_below_the_squared_gradient(
     options: dict[str, bool], stall: float
 ) -> None:
     history = steps_at(1.0, 1200, dtype=torch.bfloat16, **options)
@@ -216,7 +216,7 @@ def updates_after_zeros() -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("zeros", "growth"), [(1000, 0.165), (5000, 1.14), (10000, 3.09)])
-def test_run_of_zero_gradients_starves_the_second_moment(
+def test_zero_gradients_starve_the_second_moment(
     updates_after_zeros: dict[int, float], zeros: int, growth: float
 ) -> None:
     """In fp32, and in every format: the old gradient then moves the weight by up to 31 times."""
@@ -227,7 +227,7 @@ def test_run_of_zero_gradients_starves_the_second_moment(
 
 
 @pytest.mark.slow
-def test_formula_for_starved_moments_ends_at_a_tenth_and_at_ten_thirds(
+def test_formula_for_starved_moments_has_known_limits(
     updates_after_zeros: dict[int, float],
 ) -> None:
     assert 0.1 / math.sqrt(0.999**1 + 0.001) == pytest.approx(0.100, abs=5e-4)

@@ -35,14 +35,14 @@ def test_alignment_changes_no_bit(half, write_back):
     assert odd.is_same(aligned)
 
 
-def test_one_tensor_off_its_alignment_leaves_the_others_theirs():
+def test_one_misaligned_tensor_does_not_affect_the_others():
     problem = fresh()
     problem.grads[3] = off_by_one_element(problem.grads[3])
     with tables_of(problem.lists, problem.steps) as (table, _, _):
         assert table[adamw_tables._IS_ALIGNED].tolist() == [1, 1, 1, 0]
 
 
-def test_tensors_of_any_layout_are_stepped_where_they_are():
+def test_tensors_of_any_layout_are_stepped_in_place():
     shape = (4, 6, 3, 5)
     layouts = [
         lambda t: t.contiguous(memory_format=torch.channels_last),
@@ -78,7 +78,7 @@ def test_dense_layouts_and_dimensions_of_one_need_no_copy():
         assert table[:4].tolist() == [[t.data_ptr() for t in each] for each in lists]
 
 
-def test_offsets_beyond_two_to_the_31_reach_the_right_element():
+def test_offsets_beyond_2_to_the_31_are_correct():
     """The table says where a tensor of 2^33 elements would begin, of which one chunk is there."""
     chunk = 2**33 // CHUNK.value - 1
     problem = make_problem([(CHUNK.value,)])
@@ -105,13 +105,13 @@ def test_small_tensors_take_one_program_each():
     assert disagreement(fused, problem.after(foreach_adamw_step)) < 1
 
 
-def test_nothing_to_step_is_no_error():
+def test_empty_batch_is_accepted():
     fused_adamw_step(Problem(), AdamWOptions(**OPTIONS))
     problem = make_problem([(0,), (3, 0)], FP16, FP16)
     fused_adamw_step(problem, AdamWOptions(**OPTIONS | {"clip_update_rms": 1.0}))
 
 
-def test_table_is_made_anew_only_when_something_moves():
+def test_table_is_rebuilt_only_if_an_address_changes():
     problem = fresh(FP16, FP16)
 
     def tables():
@@ -133,7 +133,7 @@ def test_table_is_made_anew_only_when_something_moves():
     assert tables().table[5].tolist() == [step.data_ptr() for step in problem.steps]
 
 
-def test_same_memory_in_another_shape_gets_another_table():
+def test_same_memory_with_another_shape_gets_another_table():
     memory = make_problem([(24,)])
     for shape in ((24,), (4, 6), (7,), (3, 7)):
         count = math.prod(shape)
@@ -142,7 +142,7 @@ def test_same_memory_in_another_shape_gets_another_table():
             assert table[6].tolist() == [count]
 
 
-def test_same_gradient_transposed_is_read_in_its_new_order():
+def test_transposed_gradient_is_read_in_its_new_order():
     problem = make_problem([(9, 9)])
     expected = problem.copy()
     for grad in (problem.grads[0], problem.grads[0].t()):
@@ -168,7 +168,7 @@ def test_memory_of_tables_is_bounded():
     assert max(len(plan.tables) for plan in plans) == adamw_tables._MOST_TABLES
 
 
-def test_capture_reads_tables_that_were_there_before_and_that_stay(monkeypatch):
+def test_capture_uses_existing_tables_and_keeps_them(monkeypatch):
     problem = fresh(FP16, FP16)
     assert tables_for_capture(problem.lists, problem.steps) is None
     with tables_of(problem.lists, problem.steps) as made:
@@ -198,14 +198,14 @@ def test_capture_reads_tables_that_were_there_before_and_that_stay(monkeypatch):
         (lambda p: p.steps.__setitem__(0, torch.ones((), device="meta")), "on meta"),
     ],
 )
-def test_tensors_that_would_be_misread_are_refused(change, said):
+def test_tensors_that_the_kernel_would_misread_raise(change, said):
     problem = make_problem([(3,), (4,)])
     change(problem)
     with pytest.raises(ValueError, match=said):
         fused_adamw_step(problem, AdamWOptions(**OPTIONS))
 
 
-def test_tensors_without_memory_are_refused():
+def test_tensors_without_memory_raise():
     problem = make_problem([(3,)]).map(lambda t: t.to("meta"))
     problem.steps = [step.to("meta") for step in problem.steps]
     with pytest.raises(ValueError, match="without storage"):

@@ -62,7 +62,7 @@ def test_step_agrees_with_torch_and_float64(
 @pytest.mark.parametrize(
     ("half", "write_back"), [(FP32, "nearest"), (FP16, "kahan"), (BF16, "stochastic")]
 )
-def test_chunks_and_what_is_left_of_them_are_stepped_once(half, write_back):
+def test_chunks_and_remainders_are_stepped_once(half, write_back):
     problem = fresh(half, half, write_back, [LONG, (CHUNK.value,), (7,)])
     options = {"write_back": write_back, "clip_update_rms": 0.5}
     fused = problem.after(fused_adamw_step, **options)
@@ -70,7 +70,7 @@ def test_chunks_and_what_is_left_of_them_are_stepped_once(half, write_back):
 
 
 @pytest.mark.parametrize("betas", [(0.0, 0.0), (0.4, 0.95), (0.9, 0.999), (0.99, 0.9999)])
-def test_bias_corrections_hold_from_the_first_to_the_ten_millionth_step(betas):
+def test_bias_corrections_are_accurate_from_step_1_to_10_million(betas):
     counts = [1.0, 2.0, 7.0, 30.0, 693.0, 1e4, 123_457.0, 1e7]
     options = {"beta1": betas[0], "beta2": betas[1], "lr": 1.0, "weight_decay": 0.0}
     problem = make_problem([(64,)] * len(counts))
@@ -86,7 +86,7 @@ def test_bias_corrections_hold_from_the_first_to_the_ten_millionth_step(betas):
 
 @pytest.mark.parametrize("is_clipped", [False, True])
 @pytest.mark.parametrize("write_back", ["kahan", "stochastic"])
-def test_found_inf_keeps_every_bit(write_back, is_clipped):
+def test_step_with_found_inf_changes_no_bit(write_back, is_clipped):
     problem = fresh(FP16, FP16, write_back)
     problem.grads[0][1, 2], problem.grads[3][5] = math.nan, math.inf
     options = {"write_back": write_back, "clip_update_rms": 1.0 if is_clipped else None}
@@ -99,7 +99,7 @@ def test_found_inf_keeps_every_bit(write_back, is_clipped):
 
 
 @pytest.mark.parametrize(("rule", "clip"), [("adam", None), ("adam", 1.0), ("atan2", None)])
-def test_non_finite_gradient_reaches_what_it_reaches_in_torch(rule, clip):
+def test_non_finite_gradient_propagates_as_in_torch(rule, clip):
     problem = fresh(FP16, FP16)
     problem.grads[0][1, 2], problem.grads[3][5] = math.nan, math.inf
     fused = problem.after(fused_adamw_step, rule=rule, clip_update_rms=clip)
@@ -110,7 +110,7 @@ def test_non_finite_gradient_reaches_what_it_reaches_in_torch(rule, clip):
     assert not all(param.isfinite().all() for param in fused.params)
 
 
-def test_scale_that_is_a_power_of_two_changes_no_bit():
+def test_power_of_two_scale_changes_no_bit():
     problem = fresh(FP16, FP32)
     scaled = problem.copy()
     scaled.grads = [grad * 2**16 for grad in problem.grads]
@@ -132,7 +132,7 @@ def test_learning_rate_may_be_a_tensor(dtype):
 # --- clipping ------------------------------------------------------------------------------------
 
 
-def test_rms_of_a_tensor_in_few_parts_is_that_of_all_its_elements(monkeypatch):
+def test_rms_over_parts_equals_the_rms_of_the_tensor(monkeypatch):
     monkeypatch.setattr(adamw_tables, "MOST_PARTS", tl.constexpr(2))
     problem = make_problem([(2 * CHUNK.value + 1,), (5,)], FP32, BF16)
     with tables_of(problem.lists, problem.steps) as (_, _, parts):
@@ -144,7 +144,7 @@ def test_rms_of_a_tensor_in_few_parts_is_that_of_all_its_elements(monkeypatch):
         assert disagreement(moved, expected) < 1
 
 
-def test_clip_bites_one_tensor_and_not_the_next():
+def test_clip_applies_to_each_tensor_separately():
     problem = make_problem([(5000,), (3000,)])
     problem.grads[1] *= 0.01
     clipped = problem.after(fused_adamw_step, clip_update_rms=1.0)
@@ -154,7 +154,7 @@ def test_clip_bites_one_tensor_and_not_the_next():
     assert problem.after(fused_adamw_step, clip_update_rms=1.0).is_same(clipped)
 
 
-def test_zeros_are_not_divided_by():
+def test_zero_second_moments_give_finite_updates():
     problem = fresh(FP16, FP16, "nearest")
     for tensor in problem.grads + problem.exp_avgs + problem.exp_avg_sqs:
         tensor.zero_()
@@ -168,7 +168,7 @@ def test_zeros_are_not_divided_by():
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_residual_of_an_overwritten_weight_is_left_out(half):
+def test_residual_of_an_overwritten_weight_is_ignored(half):
     problem = make_problem([(4000,)], half, half)
     problem.params[0][::2] = 0
     # Those of the others: around half a step of the weight, on both sides of it.
@@ -187,7 +187,7 @@ def test_residual_of_an_overwritten_weight_is_left_out(half):
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("magnitude", [1.0, 2.0**-15])  # the latter among fp16's subnormals
-def test_stochastic_rounding_goes_to_both_neighbours_and_is_right_on_average(half, magnitude):
+def test_stochastic_rounding_is_unbiased(half, magnitude):
     count, part = 24_000, 0.3
     low = torch.tensor(magnitude * 1.25, dtype=half)
     high = low + low * torch.finfo(half).eps if magnitude == 1 or half == BF16 else low + 2.0**-24
@@ -215,7 +215,7 @@ def test_stochastic_rounding_goes_to_both_neighbours_and_is_right_on_average(hal
         assert abs(both - part**2) < 6 * math.sqrt(part**2 / (count - distance))
 
 
-def test_noise_keeps_what_is_not_finite():
+def test_stochastic_rounding_keeps_non_finite_values():
     problem = make_problem([(3000,)], BF16, FP32, has_residuals=False)
     problem.params[0][::2] = -torch.inf
     # The NaN that GPUs make: with any noise its bits are those of a small number.
@@ -226,7 +226,7 @@ def test_noise_keeps_what_is_not_finite():
     assert rounded[1::2].isnan().all()
 
 
-def test_seed_settles_the_noise():
+def test_noise_depends_on_the_seed_only():
     problem = fresh(BF16, BF16, "stochastic")
     first, again, other = (
         problem.after(fused_adamw_step, write_back="stochastic", seed=seed) for seed in (3, 3, 4)
@@ -239,7 +239,7 @@ def test_seed_settles_the_noise():
 
 
 @pytest.mark.parametrize("half", [FP16, FP32])
-def test_optimizer_trains_alike_with_both_steps(half):
+def test_optimizer_trains_equally_with_fused_and_foreach(half):
     weights = [torch.randn(shape) for shape in ((17, 5), (5,), (1100,))]
     gradients = [[torch.randn_like(w).to(half) for w in weights] for _ in range(6)]
     trained = []

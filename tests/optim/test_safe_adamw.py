@@ -114,7 +114,7 @@ def test_safe_adamw_matches_float64_reference(
 
 
 @pytest.mark.parametrize("scale", [2.0**-30, 2.0**20])
-def test_atan2_rule_scaled_gradients_give_the_same_steps(scale: float) -> None:
+def test_atan2_steps_are_invariant_to_gradient_scale(scale: float) -> None:
     ours, scaled = parameters(torch.float32), parameters(torch.float32)
     torch._foreach_copy_([p.detach() for p in scaled], [p.detach() for p in ours])
     optimizers = [SafeAdamW(group, rule="atan2") for group in (ours, scaled)]
@@ -128,7 +128,7 @@ def test_atan2_rule_scaled_gradients_give_the_same_steps(scale: float) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_atan2_rule_at_its_extremes_gives_one_and_two_learning_rates() -> None:
+def test_atan2_steps_at_the_extremes_are_one_and_two_learning_rates() -> None:
     """m = sqrt(v) moves by lr, and a root of 0 by 1.27 pi / 2 = 2 learning rates."""
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = SafeAdamW([parameter], lr=1.0, rule="atan2", betas=(0.0, 0.999), weight_decay=0.0)
@@ -145,7 +145,7 @@ def test_atan2_rule_at_its_extremes_gives_one_and_two_learning_rates() -> None:
     )
 
 
-def test_learning_rate_of_first_steps_is_exact_in_fp32() -> None:
+def test_bias_correction_of_first_steps_is_exact_in_fp32() -> None:
     """1 - 0.999**1 in fp32 is off by 5e-5, and its root by half of that."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = SafeAdamW([parameter], lr=1.0, weight_decay=0.0)
@@ -154,7 +154,7 @@ def test_learning_rate_of_first_steps_is_exact_in_fp32() -> None:
     torch.testing.assert_close(parameter.detach(), torch.tensor([-1.0]), rtol=3e-7, atol=0)
 
 
-def test_gradients_of_another_dtype_than_the_weight_keep_their_digits() -> None:
+def test_gradients_of_another_dtype_keep_their_precision() -> None:
     """A step may get fp32 gradients for half weights, from whoever has accumulated them so."""
     weight = torch.nn.Parameter(torch.ones(5, dtype=torch.float16))
     gradient = torch.randn(5) * 1e-9  # 0 in fp16

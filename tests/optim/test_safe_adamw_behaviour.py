@@ -38,7 +38,7 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     assert optimizer.step() is None
 
 
-def test_groups_step_with_their_own_arguments() -> None:
+def test_groups_use_their_own_arguments() -> None:
     ours = [parameter(5), parameter(5, dtype=torch.float16), parameter(2, 3)]
     theirs = [torch.nn.Parameter(p.detach().float().clone()) for p in ours]
     groups: list[dict[str, Any]] = [
@@ -61,7 +61,7 @@ def test_groups_step_with_their_own_arguments() -> None:
         torch.testing.assert_close(mine.float(), other, rtol=tolerance, atol=tolerance)
 
 
-def test_maximize_is_a_step_along_negated_gradients() -> None:
+def test_maximize_equals_a_step_with_negated_gradients() -> None:
     up = parameter(7)
     down = twin(up)
     up.grad = torch.randn(7)
@@ -74,7 +74,7 @@ def test_maximize_is_a_step_along_negated_gradients() -> None:
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_learning_rate_as_tensor_steps_as_a_number(
+def test_tensor_learning_rate_equals_a_number(
     dtype: torch.dtype, foreach: bool, shape: tuple[int, ...]
 ) -> None:
     weight = parameter(6, dtype=dtype)
@@ -91,7 +91,7 @@ def test_learning_rate_as_tensor_steps_as_a_number(
     torch.testing.assert_close(weight, number, rtol=1e-6, atol=1e-6)
 
 
-def test_learning_rate_schedule_steps_as_with_torch() -> None:
+def test_learning_rate_schedule_equals_torch() -> None:
     ours = parameter(6)
     theirs = twin(ours)
     optimizers = [SafeAdamW([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1)]
@@ -107,7 +107,7 @@ def test_learning_rate_schedule_steps_as_with_torch() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_parameters_without_a_gradient_stay_and_have_no_state() -> None:
+def test_parameters_without_gradient_are_unchanged_and_have_no_state() -> None:
     used, unused = parameter(3), parameter(3)
     before = unused.detach().clone()
     optimizer = SafeAdamW([used, unused])
@@ -150,7 +150,7 @@ def test_step_hooks_run_around_the_step() -> None:
     assert torch.equal(seen[1], weight)
 
 
-def test_step_leaves_gradients_and_the_graph_alone() -> None:
+def test_step_changes_neither_gradients_nor_graph() -> None:
     weight = parameter(3)
     optimizer = SafeAdamW([weight], maximize=True, clip_update_rms=0.1)
     weight.grad = torch.arange(3.0)
@@ -161,7 +161,7 @@ def test_step_leaves_gradients_and_the_graph_alone() -> None:
     assert not any(value.requires_grad for value in optimizer.state[weight].values())
 
 
-def test_sparse_gradients_are_refused() -> None:
+def test_sparse_gradients_raise() -> None:
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = SafeAdamW(embedding.parameters())
     embedding(torch.tensor([1, 2])).sum().backward()
@@ -193,7 +193,7 @@ def test_sparse_gradients_are_refused() -> None:
         ({"fused": True}, "fused=True.*'cpu'.*needs CUDA"),
     ],
 )
-def test_arguments_out_of_range_are_refused_with_what_to_pass(
+def test_error_for_argument_out_of_range_lists_accepted_values(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -204,7 +204,7 @@ def test_arguments_out_of_range_are_refused_with_what_to_pass(
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.int32])
-def test_parameters_that_are_not_real_floats_are_refused(dtype: torch.dtype) -> None:
+def test_parameters_that_are_not_real_floats_raise(dtype: torch.dtype) -> None:
     weight = torch.nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
     with pytest.raises(ValueError, match=f"{dtype}.*view_as_real"):
         SafeAdamW([weight])

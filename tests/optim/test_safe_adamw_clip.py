@@ -50,7 +50,7 @@ def next_update(optimizer: SafeAdamW, clip: float | None) -> float:
     return parameter.detach().double().norm().item() / math.sqrt(3)
 
 
-def test_run_of_zero_gradients_unclipped_starves_the_second_moment(
+def test_unclipped_step_after_zero_gradients_is_too_large(
     starved: dict[int, SafeAdamW],
 ) -> None:
     for num_zeros, expected in STARVED.items():
@@ -61,21 +61,21 @@ def test_run_of_zero_gradients_unclipped_starves_the_second_moment(
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.5])
-def test_run_of_zero_gradients_clipped_moves_no_more_than_without_zeros(
+def test_clipped_step_after_zero_gradients_is_no_larger_than_without_zeros(
     starved: dict[int, SafeAdamW], clip: float
 ) -> None:
     for optimizer in starved.values():
         assert abs(next_update(optimizer, clip) / (0.1 * clip) - 1) < 1e-3
 
 
-def test_a_loose_clip_bounds_the_starved_step_and_leaves_the_usual_one(
+def test_loose_clip_bounds_the_starved_step_only(
     starved: dict[int, SafeAdamW],
 ) -> None:
     assert abs(next_update(starved[10_000], 3.0) / 0.3 - 1) < 1e-3
     assert next_update(starved[0], 3.0) == next_update(starved[0], None)
 
 
-def test_a_clip_that_never_acts_leaves_torchs_adamw() -> None:
+def test_inactive_clip_equals_torch_adamw() -> None:
     torch.manual_seed(0)
     weights = torch.randn(40, 30)
     parameters = [torch.nn.Parameter(weights.clone()) for _ in range(2)]
@@ -92,7 +92,7 @@ def test_a_clip_that_never_acts_leaves_torchs_adamw() -> None:
     torch.testing.assert_close(parameters[1], parameters[0], rtol=100 * 2.0**-22, atol=2.0**-22)
 
 
-def test_spike_after_settled_gradients_clipped_moves_by_its_share_alone() -> None:
+def test_clipped_step_after_a_gradient_spike_is_bounded() -> None:
     """A gradient 1000 times the usual: RMS is its size over root v, here 31.6 = 1 / sqrt(0.001)."""
     moved = {}
     for clip in (None, 1.0):
@@ -112,7 +112,7 @@ def test_spike_after_settled_gradients_clipped_moves_by_its_share_alone() -> Non
     assert abs(moved[1.0] - 0.1) < 0.005
 
 
-def test_clip_is_per_tensor_and_leaves_the_weight_decay() -> None:
+def test_clip_is_per_tensor_and_does_not_affect_weight_decay() -> None:
     calm, wild = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     optimizer = SafeAdamW([calm, wild], lr=1e-3, weight_decay=0.5, clip_update_rms=1.0)
     calm.grad, wild.grad = torch.ones(4), torch.ones(4)
@@ -131,7 +131,7 @@ def test_clip_is_per_tensor_and_leaves_the_weight_decay() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_clip_with_gradients_far_below_epsilon_stays_finite_and_off(dtype: torch.dtype) -> None:
+def test_clip_with_gradients_far_below_epsilon_is_inactive(dtype: torch.dtype) -> None:
     """eps^2 = 1e-16 is 0 in fp16: then g^2 / max(v, eps^2) is 0 / 0, and the clip is lost."""
     parameter = torch.nn.Parameter(torch.ones(5, dtype=dtype))
     optimizer = SafeAdamW([parameter], lr=0.5, weight_decay=0.0, clip_update_rms=1.0, eps=1e-8)

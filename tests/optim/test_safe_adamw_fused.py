@@ -9,7 +9,7 @@ pytestmark = pytest.mark.interpreted
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_fused_optimizer_steps_as_foreach_through_a_skip(clip: float | None) -> None:
+def test_fused_optimizer_equals_foreach_across_a_skipped_step(clip: float | None) -> None:
     """Of two groups and three dtypes; float64 is stepped without the kernel."""
     dtypes = [torch.float32, torch.float16, torch.float64]
     ours = [torch.nn.Parameter(torch.randn(17, 3).to(dtype)) for dtype in dtypes]

@@ -21,7 +21,7 @@ def _seeded() -> None:
 @pytest.mark.parametrize("rule", ["adam", "atan2"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("eps", [1e-8, 1e-30])
-def test_zero_gradients_leave_weights_finite_and_in_place(
+def test_zero_gradients_leave_weights_finite_and_unchanged(
     dtype: torch.dtype, rule: str, clip: float | None, eps: float
 ) -> None:
     parameter = torch.nn.Parameter(torch.randn(33).to(dtype))
@@ -35,7 +35,7 @@ def test_zero_gradients_leave_weights_finite_and_in_place(
 
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize(("gradient", "is_lost"), [(0.0, "nan"), (5.4e-3, "inf")])
-def test_fp16_weights_step_where_torch_adamw_breaks(
+def test_fp16_weights_train_where_torch_adamw_fails(
     gradient: float, is_lost: str, foreach: bool
 ) -> None:
     """Lightning#20619: with states in fp16, epsilon and the squares of gradients are 0."""
@@ -72,7 +72,7 @@ def test_half_parameters_have_fp32_moments_and_a_half_residual(
 @pytest.mark.slow
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize(("dtype", "lr"), [(torch.float16, 1e-5), (torch.bfloat16, 1.5e-4)])
-def test_many_small_updates_move_half_weights_by_their_sum(
+def test_small_updates_of_half_weights_accumulate(
     dtype: torch.dtype, lr: float, foreach: bool
 ) -> None:
     """Each update is lr, at a constant gradient: some 2 to 4% of the weight's last bit."""
@@ -101,7 +101,7 @@ def test_many_small_updates_move_half_weights_by_their_sum(
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_stochastic_write_back_draws_anew_for_each_step_and_tensor(foreach: bool) -> None:
+def test_stochastic_write_back_draws_new_noise_for_each_step_and_tensor(foreach: bool) -> None:
     parameters = [torch.nn.Parameter(torch.ones(512, dtype=torch.float16)) for _ in range(4)]
     groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
     arguments = {"lr": 2.0**-12, "weight_decay": 0.0, "write_back": "stochastic"}
@@ -119,7 +119,7 @@ def test_stochastic_write_back_draws_anew_for_each_step_and_tensor(foreach: bool
             assert 0.35 < (one == other).float().mean() < 0.65
 
 
-def test_stochastic_write_back_rounds_alike_whatever_the_global_seed() -> None:
+def test_stochastic_write_back_is_independent_of_the_global_seed() -> None:
     """So do all ranks of DDP, whose weights would drift apart."""
     rounded = []
     for seed in (1, 2):
@@ -134,7 +134,7 @@ def test_stochastic_write_back_rounds_alike_whatever_the_global_seed() -> None:
     assert rounded[0].unique().numel() > 1
 
 
-def test_mixed_seeds_differ_in_the_32_bits_that_the_cpu_reads() -> None:
+def test_mixed_seeds_differ_in_the_low_32_bits() -> None:
     seeds = [mix_seed(seed, index) for seed in range(100) for index in range(100)]
     seeds += [mix_seed(0, index << 32) for index in range(1, 100)]
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == len(seeds)
@@ -142,7 +142,7 @@ def test_mixed_seeds_differ_in_the_32_bits_that_the_cpu_reads() -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_weight_overwritten_from_outside_drops_its_residual(dtype: torch.dtype) -> None:
+def test_overwritten_weight_drops_its_residual(dtype: torch.dtype) -> None:
     parameter = torch.nn.Parameter(torch.full((9,), math.pi).to(dtype))
     optimizer = SafeAdamW([parameter], lr=1e-3, weight_decay=0.0)
     parameter.grad = torch.ones_like(parameter)

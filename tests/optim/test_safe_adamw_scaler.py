@@ -48,7 +48,7 @@ def bits(optimizer: SafeAdamW) -> list[Tensor]:
 @pytest.mark.parametrize("mode", MODES, ids=["foreach", "single", "capturable"])
 @pytest.mark.parametrize("write_back", ["kahan", "nearest", "stochastic"])
 @pytest.mark.parametrize("arguments", [{}, {"rule": "atan2", "clip_update_rms": 0.1, "eps": 0.0}])
-def test_step_with_found_inf_moves_nothing(
+def test_step_with_found_inf_changes_nothing(
     arguments: dict[str, object], write_back: str, mode: dict[str, bool]
 ) -> None:
     if write_back == "stochastic":  # which capturable steps refuse
@@ -85,7 +85,7 @@ def test_first_step_with_found_inf_leaves_step_counts_at_zero() -> None:
 
 @pytest.mark.parametrize("found", [None, 0.0, 1.0])
 @pytest.mark.parametrize("mode", MODES, ids=["foreach", "single", "capturable"])
-def test_step_reads_no_value_back_to_the_host(mode: dict[str, bool], found: float | None) -> None:
+def test_step_reads_no_value_on_the_host(mode: dict[str, bool], found: float | None) -> None:
     parameters = [torch.nn.Parameter(torch.randn(9).to(dtype)) for dtype in DTYPES]
     optimizer = SafeAdamW(parameters, lr=torch.tensor(0.1), clip_update_rms=1.0, **mode)
     for parameter in parameters:

@@ -43,7 +43,7 @@ def train_on_rank(rank: int, cases: list[dict[str, Any]]) -> list[list[torch.Ten
 
 
 @pytest.mark.distributed
-def test_sharded_parameters_step_as_whole_ones() -> None:
+def test_sharded_parameters_step_like_whole_ones() -> None:
     cases = [{}, {"foreach": True, "rule": "atan2"}, {"clip_update_rms": 0.5}]
     cases += [{"clip_update_rms": 0.5, "foreach": True}]
     torch.manual_seed(0)

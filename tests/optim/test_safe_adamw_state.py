@@ -46,7 +46,7 @@ def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("write_back", ["kahan", "nearest", "stochastic"])
 @pytest.mark.parametrize("foreach", [True, False])
-def test_resumed_run_gives_the_same_bits(write_back: str, foreach: bool) -> None:
+def test_resumed_run_is_bitwise_equal(write_back: str, foreach: bool) -> None:
     arguments = {"lr": 1e-3, "write_back": write_back, "foreach": foreach}
     straight = parameters(*DTYPES)
     optimizer = SafeAdamW(straight, **arguments)
@@ -93,7 +93,7 @@ def test_loaded_states_are_copies() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("is_ours_first", [True, False])
-def test_states_go_to_and_from_torch_adamw(dtype: torch.dtype, is_ours_first: bool) -> None:
+def test_states_are_exchangeable_with_torch_adamw(dtype: torch.dtype, is_ours_first: bool) -> None:
     kinds = [SafeAdamW, torch.optim.AdamW] if is_ours_first else [torch.optim.AdamW, SafeAdamW]
     straight = parameters(dtype, dtype)
     first = kinds[0](straight, lr=3e-3, weight_decay=0.2)
@@ -128,7 +128,7 @@ def test_half_states_of_torch_adamw_are_widened(dtype: torch.dtype) -> None:
     assert ours[0].isfinite().all()
 
 
-def test_arguments_of_the_machine_and_those_a_checkpoint_lacks_stay() -> None:
+def test_machine_options_and_options_missing_in_a_checkpoint_keep_their_values() -> None:
     theirs = parameters(torch.float32)
     expected = torch.optim.AdamW(theirs, lr=0.25, betas=(0.5, 0.6), fused=True)
     train(expected, seed=1)
@@ -142,7 +142,7 @@ def test_arguments_of_the_machine_and_those_a_checkpoint_lacks_stay() -> None:
     train(optimizer, seed=2)
 
 
-def test_checkpoint_of_another_write_back_takes_over() -> None:
+def test_checkpoint_with_another_write_back_overrides_the_option() -> None:
     (parameter,) = parameters(torch.float16)
     optimizer = SafeAdamW([parameter], write_back="stochastic")
     train(optimizer, seed=1)
@@ -182,7 +182,7 @@ def test_step_counts_of_old_checkpoints_become_tensors() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_copies_and_pickles_go_on_with_the_same_bits(copied: Any) -> None:
+def test_copies_and_pickles_continue_bitwise_equal(copied: Any) -> None:
     optimizer = SafeAdamW(
         parameters(*DTYPES), lr=1e-2, clip_update_rms=0.5, write_back="stochastic"
     )

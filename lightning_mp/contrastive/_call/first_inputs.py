@@ -18,9 +18,9 @@ from lightning_mp.numerics.floats import ACCUMULATION_DTYPES
 
 __all__ = ["FirstInputs"]
 
-_UNIT = 0.05  # mean deviation of norms from 1, above the rounding of half precision
-_COLD = 10.0  # larger scales assume unit features: CLIP's starts at 14 and ends at 100
-_LARGEST = 100.0  # largest logit in CLIP, whose scale is clamped at 100
+_NORM_DEVIATION = 0.05  # mean deviation of norms from 1, above the rounding of half precision
+_LARGE_SCALE = 10.0  # larger scales assume unit features: CLIP's starts at 14 and ends at 100
+_LARGEST_LOGIT = 100.0  # largest logit in CLIP, whose scale is clamped at 100
 
 
 class FirstInputs:
@@ -42,7 +42,7 @@ class FirstInputs:
         self.read: dict[str, Any] = {}
         self._shared_calls = 0
         self.signature: list[Any] | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._readback = AsyncReadback()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "FirstInputs":
@@ -53,72 +53,78 @@ class FirstInputs:
         return FirstInputs, ()
 
     @torch.compiler.disable  # Dynamo runs the caller eagerly after too many recompilations
-    def look(self, request: Request, signature: list[Any] | None) -> None:
-        """Record inputs that passed the checks; inputs of a CUDA graph capture are not examined."""
+    def check(self, request: Request, signature: list[Any] | None) -> None:
+        """Check inputs for probable mistakes, except during the capture of a CUDA graph."""
         self.signature = signature
         # `ready` queries events, which CUDA forbids during a capture.
         if request.image.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         if request.image.is_cuda:
-            self._take_what_arrived(request)
+            self._warn_about_earlier_calls(request)
         self.calls += 1
         if self.calls & (self.calls - 1):  # not a power of two
             return
         # `MatryoshkaLoss` normalises features itself, so their norms do not matter.
-        seen = (*request.image.shape, request.normalize)
-        numbers = _numbers(request.image, request.text, request.scale)
+        shape = (*request.image.shape, request.normalize)
+        numbers = _summary(request.image, request.text, request.scale)
         if numbers.is_cuda:
-            self._readback.submit(self._shared_calls, numbers, seen=seen)
+            self._readback.submit(self._shared_calls, numbers, shape=shape)
         else:  # the numbers are on the host: warn in this call
-            self._judge(numbers.tolist(), *seen)
+            self._warn_if_unlikely(numbers.tolist(), *shape)
 
-    def _take_what_arrived(self, request: Request) -> None:
+    def _warn_about_earlier_calls(self, request: Request) -> None:
         # The numbers of an earlier call; those of this call are still being copied.
         for call, array, context in self._readback.ready():
             numbers = array.tolist()
-            self._judge(numbers, *context["seen"])
+            self._warn_if_unlikely(numbers, *context["shape"])
             self.read = {"read_scale": numbers[-1], "read_call": call}
         group = group_named(request.group) if request.group else None
         # Calls before the group exists are not counted, since other ranks may not have made them.
         self._shared_calls += ranks_of(group, request.owner) > 1
 
-    def _judge(self, numbers: list[float], rows: int, columns: int, is_normalizing: bool) -> None:
-        by_rows, by_columns = numbers[:2], numbers[2:4]
+    def _warn_if_unlikely(
+        self, numbers: list[float], rows: int, columns: int, is_normalizing: bool
+    ) -> None:
+        row_deviations, column_deviations = numbers[:2], numbers[2:4]
         image_norm, text_norm, scale = numbers[4:]
         logit = scale * image_norm * text_norm
         if scale < 0:
-            self._tell(
+            self._warn_once(
                 "scale",
                 f"Passed `logit_scale={scale:.3g}`. With a negative scale the loss pushes pairs "
                 "apart. Pass `self.logit_scale.exp()` of a trained logarithm.",
             )
-        if min(by_rows) > _UNIT and max(by_columns) < _UNIT:
-            self._tell(
+        if min(row_deviations) > _NORM_DEVIATION and max(column_deviations) < _NORM_DEVIATION:
+            self._warn_once(
                 "transposed",
                 f"Passed features of shape {[rows, columns]} whose columns have norm 1 and whose "
                 f"rows do not: probably {columns} pairs of width {rows}, transposed. The batch is "
                 "the first dimension. Pass `features.T`.",
             )
             return
-        is_large = max(by_rows) > _UNIT and scale >= _COLD and _LARGEST < logit < math.inf
+        is_large = (
+            max(row_deviations) > _NORM_DEVIATION
+            and scale >= _LARGE_SCALE
+            and _LARGEST_LOGIT < logit < math.inf
+        )
         if is_large and not is_normalizing:
-            self._tell(
+            self._warn_once(
                 "norms",
                 f"Passed features of norm {image_norm:.3g} (images) and {text_norm:.3g} (texts) "
                 f"with `logit_scale={scale:.3g}`: logits may reach {logit:.3g}; in CLIP they "
                 "end at 100. Normalise features first: `F.normalize(features, dim=-1)`.",
             )
 
-    def _tell(self, kind: str, message: str) -> None:
-        if kind in self._told:
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind in self._warned:
             return
-        self._told.add(kind)
+        self._warned.add(kind)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             warnings.warn(message, stacklevel=5)
 
 
 @torch.no_grad()
-def _numbers(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
+def _summary(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
     """Return mean deviations of row and column norms from 1, RMS row norms, and the scale."""
     features = image_bD.detach(), text_bD.detach()
     dtype = ACCUMULATION_DTYPES[image_bD.dtype]

@@ -53,7 +53,7 @@ class Home(Protocol):
 
 
 class Exchange(Protocol):
-    """Shows each rank the columns of all ranks once in a sweep.
+    """Brings the columns of all ranks to each rank, once per sweep.
 
     All ranks call `visit` and `Home.add` in the same order. Transfers overlap with the work on the
     visiting columns.

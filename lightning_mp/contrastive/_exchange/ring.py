@@ -64,7 +64,7 @@ class Ring:
     Args:
         batch_sizes: Rows of each rank; they may differ.
         rank: This rank within the group.
-        group: The process group; `None` is the default one. Never touched in a ring of one.
+        group: The process group; `None` is the default one. Unused with one rank.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Ring:
         return FollowingSum(self, combine)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks, in place; a ring of one has nothing to add."""
+        """Sum `tensor` over the ranks, in place; with one rank the tensor is the sum."""
         if self.world_size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
@@ -168,7 +168,7 @@ class FollowingSum:
         if self._total is None or self._step != self._ring.world_size:
             raise RuntimeError(
                 f"`FollowingSum.result()` came after {self._step} calls of `add`. It needs one in "
-                f"each of the {self._ring.world_size} turns of `Ring.visit`; make them first."
+                f"each of the {self._ring.world_size} steps of `Ring.visit`."
             )
         return self._total
 

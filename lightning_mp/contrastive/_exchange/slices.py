@@ -5,9 +5,9 @@ With T slices and shards of `b_r` rows, slice `t` of rank `r` is rows `t b_r / T
 while the current one is in use. Sums over a block return to the ranks of its columns by one
 reduce-scatter; maxima and log-sum-exps, which no reduction combines exactly, by one all-to-all.
 
-A ring takes W turns for the same columns: 64 ranks of 1,024 pairs launch the kernels of 64 sweeps,
-one slice launches those of one sweep. A flat ring also crosses nodes through one network card,
-while a collective uses the topology.
+A ring takes W steps for the same columns: with 64 ranks of 1,024 pairs, each rank launches the
+kernels of a sweep 64 times; with one slice, once. A ring also crosses nodes through one network
+card, while a collective uses the topology.
 
 Shapes:
     b: this rank's batch. m: columns of a block. D: width. W: ranks.
@@ -70,8 +70,8 @@ class Slices:
         self.rank = rank
         self.group = group
         self.count = count
-        # The first tensor that was sent, and its rows of all ranks if there is only one slice.
-        self._of: Tensor | None = None
+        # The first tensor that was sent, and its rows of all ranks, if there is only one slice.
+        self._sent: Tensor | None = None
         self._block: Tensor | None = None
 
     @property
@@ -89,13 +89,13 @@ class Slices:
         by_rank = None if values is None else self._all_values(values)
         # With one slice, the second sweep reuses the texts of the first. Tensors are compared by
         # identity, because a comparison of values would wait for the device.
-        here = [self._block] if self._block is not None and self._of is shard[0] else []
+        here = [self._block] if self._block is not None and self._sent is shard[0] else []
         travelling = self._send(shard[len(here) :], 0)
         for index in range(self.count):
             columns = [*here, *(gather.wait() for gather in travelling)]
             travelling = self._send(shard, index + 1)
-            if self.count == 1 and self._of is None:
-                self._of, self._block = shard[0], columns[0]
+            if self.count == 1 and self._sent is None:
+                self._sent, self._block = shard[0], columns[0]
             if by_rank is not None:
                 columns.append(self._values_of(by_rank, index))
             own = self.own_rows(index)
@@ -187,7 +187,7 @@ class SlicedSum:
         """Send this rank's part of the visiting columns to the ranks of the columns."""
         index, group = self._index, self._slices.group
         if index == self._slices.count:
-            raise RuntimeError(f"`SlicedSum.add()` came more than {index} times, once a slice.")
+            raise RuntimeError(f"`SlicedSum.add()` came more than {index} times, once per slice.")
         # `block_bytes` counts one part in transit at a time.
         self._arrive()
         padding, own_rows = self._slices.padding(index), self._slices.own_rows(index)
@@ -219,7 +219,7 @@ class SlicedSum:
         if len(self._home) != self._slices.count:
             raise RuntimeError(
                 f"`SlicedSum.result()` came after {len(self._home)} calls of `add`. It needs one "
-                f"for each of the {self._slices.count} slices; make them first."
+                f"for each of the {self._slices.count} slices."
             )
         return self._home[0] if len(self._home) == 1 else torch.cat(self._home)
 

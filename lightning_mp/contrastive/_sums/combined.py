@@ -11,10 +11,10 @@ the positive,
     joint: log(c exp(pos_i) + sum_p exp(neg_i^p)) - pos_i = log(c + sum_p exp(neg_i^p - pos_i)),
     each:  the mean over p of softplus(neg_i^p - pos_i).
 
-A part is one sweep of rows against columns. Autograd's gradients of its log-sum-exps, between 0 and
-1, enter the second sweep, as in `targeted`. Hardness `a` adds `a` times the similarity, without
-gradient, to the negatives of image to text: their exponentials have the scale `s + a`, their
-gradients the scale `s`.
+The log-sum-exps come from up to four matrices of logits, with two sweeps for each. Autograd's
+gradients of the log-sum-exps, between 0 and 1, enter the second sweep, as in `targeted`. Hardness
+`a` adds `a` times the similarity, without gradient, to the negatives of image to text: their
+exponentials have the scale `s + a`, their gradients the scale `s`.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ from lightning_mp.contrastive._tiles.tile_backend import RowsColumns, StoredTile
 __all__ = ["combined_loss"]
 
 
-class _Part(NamedTuple):
-    """One sweep of rows against columns.
+class _LogitMatrix(NamedTuple):
+    """Logits of rows and columns, and the log-sum-exps that the loss uses.
 
     Args:
         plan: The plan for these rows and columns.
@@ -53,24 +53,24 @@ class _Part(NamedTuple):
 
 
 def combined_loss(plan: Plan) -> SweepResult:
-    """Return the loss and its gradients: up to four units of work for each part."""
+    """Return the loss and its gradients: up to four units of work for each matrix."""
     request, state, b = plan.request, plan.state, len(plan.request.image)
     image_bD, text_bD = request.image, request.text[: len(request.image)]
     scale = request.scale.to(state).reshape(())
-    parts = _parts(plan)
+    matrices = _matrices(plan)
     lses: list[tuple[Tensor, Tensor]] = []
-    for part in parts:
+    for matrix in matrices:
         ((row_neg_b, column_neg_Rn),) = sweep(
-            part.plan, [Negatives(part.plan, _nothing_stored(plan), None, None)]
+            matrix.plan, [Negatives(matrix.plan, _nothing_stored(plan), None, None)]
         )
         lses.append((row_neg_b, column_neg_Rn.logsumexp(0)))
     trained = [image_bD.to(plan.dtype), text_bD.to(plan.dtype), scale]
     leaves = [x.detach().requires_grad_(plan.trains) for x in trained]
     negs = [
         neg[:b].detach().requires_grad_(plan.trains)
-        for part, pair in zip(parts, lses, strict=True)
-        for neg, counts in zip(pair, (part.has_rows, part.has_columns), strict=True)
-        if counts
+        for matrix, pair in zip(matrices, lses, strict=True)
+        for neg, is_used in zip(pair, (matrix.has_rows, matrix.has_columns), strict=True)
+        if is_used
     ]
     with torch.set_grad_enabled(plan.trains):
         total = _terms(plan, leaves[0], leaves[1], leaves[2], negs).sum()
@@ -80,16 +80,16 @@ def combined_loss(plan: Plan) -> SweepResult:
     d_image_bD, d_own_bD, d_scale, *d_negs = torch.autograd.grad(total, [*leaves, *negs])
     d_text_nD = torch.cat([d_own_bD, d_own_bD.new_zeros(len(request.text) - b, d_own_bD.shape[1])])
     remaining = iter(d_negs)
-    for part, pair in zip(parts, lses, strict=True):
-        d_row = next(remaining) if part.has_rows else None
-        d_column = next(remaining) if part.has_columns else None
-        of_rows, of_columns = _gradients(part, *pair, d_row, d_column)
+    for matrix, pair in zip(matrices, lses, strict=True):
+        d_row = next(remaining) if matrix.has_rows else None
+        d_column = next(remaining) if matrix.has_columns else None
+        of_rows, of_columns = _gradients(matrix, *pair, d_row, d_column)
         if of_rows is not None:
-            d_scale = d_scale + row_dots(part.plan.request.image, of_rows, state).sum()
-            target = d_image_bD if part.rows_are_images else d_text_nD[:b]
+            d_scale = d_scale + row_dots(matrix.plan.request.image, of_rows, state).sum()
+            target = d_image_bD if matrix.rows_are_images else d_text_nD[:b]
             target.addcmul_(of_rows, scale.to(plan.dtype))
         if of_columns is not None:
-            target = d_image_bD if part.columns_are_images else d_text_nD
+            target = d_image_bD if matrix.columns_are_images else d_text_nD
             target.addcmul_(of_columns, scale.to(plan.dtype))
     d_scale, loss = plan.exchange.all_reduce(torch.stack([d_scale, total.detach()]) * unit).unbind()
     factor = unit * plan.exchange.world_size
@@ -99,7 +99,7 @@ def combined_loss(plan: Plan) -> SweepResult:
     )
 
 
-def _parts(plan: Plan) -> list[_Part]:
+def _matrices(plan: Plan) -> list[_LogitMatrix]:
     request, (to_text, to_image) = plan.request, plan.has_terms
     # The scale's gradient is a sum over gradients of the rows.
     plan = dataclasses.replace(
@@ -107,10 +107,10 @@ def _parts(plan: Plan) -> list[_Part]:
     )
     if request.hardness and to_text:
         harder = dataclasses.replace(request, scale=request.scale + request.hardness)
-        parts = [_Part(dataclasses.replace(plan, request=harder), True, False)]
-        parts += [_Part(plan, False, True)] if to_image else []
+        matrices = [_LogitMatrix(dataclasses.replace(plan, request=harder), True, False)]
+        matrices += [_LogitMatrix(plan, False, True)] if to_image else []
     else:
-        parts = [_Part(plan, to_text, to_image)]
+        matrices = [_LogitMatrix(plan, to_text, to_image)]
     b = len(request.image)
     if request.within in ("image", "both"):
         ids_n = None if plan.ids_n is None else plan.ids_n[:b]
@@ -121,13 +121,13 @@ def _parts(plan: Plan) -> list[_Part]:
             ids_n=ids_n,
             computes_grad=RowsColumns(True, plan.needs_grad.image),
         )
-        parts.append(_Part(of_images, True, False, columns_are_images=True))
+        matrices.append(_LogitMatrix(of_images, True, False, columns_are_images=True))
     if request.within in ("text", "both"):
         of_texts = dataclasses.replace(
             plan, request=dataclasses.replace(request, image=request.text[:b].contiguous())
         )
-        parts.append(_Part(of_texts, True, False, rows_are_images=False))
-    return parts
+        matrices.append(_LogitMatrix(of_texts, True, False, rows_are_images=False))
+    return matrices
 
 
 def _terms(
@@ -146,9 +146,13 @@ def _terms(
 
 
 def _gradients(
-    part: _Part, row_neg: Tensor, column_neg: Tensor, d_row: Tensor | None, d_column: Tensor | None
+    matrix: _LogitMatrix,
+    row_neg: Tensor,
+    column_neg: Tensor,
+    d_row: Tensor | None,
+    d_column: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of a part's rows and columns through its negatives."""
+    """Return the gradients of a matrix's rows and columns through its negatives."""
     row_lse_b = torch.full_like(row_neg, torch.inf)
     column_lse_n = torch.full_like(column_neg, torch.inf)
     if d_row is not None:
@@ -156,8 +160,8 @@ def _gradients(
     if d_column is not None:
         # Texts without an image have no term.
         column_lse_n[: len(d_column)] = shifted(column_neg[: len(d_column)], d_column)
-    visitor = Gradients(part.plan, row_lse_b, _nothing_stored(part.plan))
-    ((of_rows, of_columns),) = sweep(part.plan, [visitor], column_lse_n)
+    visitor = Gradients(matrix.plan, row_lse_b, _nothing_stored(matrix.plan))
+    ((of_rows, of_columns),) = sweep(matrix.plan, [visitor], column_lse_n)
     return of_rows, of_columns
 
 

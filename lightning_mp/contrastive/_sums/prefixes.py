@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._sums.prefix_features import Prefix, PrefixFeatures, prefixes_of
-from lightning_mp.contrastive._sums.sweep import Block, Plan, SweepResult, sweep
+from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import PairTerms, Prepared, StoredTiles, row_dots
 
 __all__ = ["prefixes_loss"]
@@ -33,7 +33,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
     totals = lses[0].new_zeros(2)  # the scale's gradient, and the loss
     losses_k, found = lses[0].new_empty(len(prefixes)), []
     for index, (prefix, loss) in enumerate(zip(prefixes, losses_k, strict=True)):
-        # Kernels go by vectors without strides.
+        # Kernels require contiguous vectors.
         row_b, column_n = (x[:, index].contiguous() for x in lses)
         found.append(
             plan.tiles.pair_terms(
@@ -86,7 +86,7 @@ class _Negatives:
         self._columns, self._stored = plan.exchange.home("logsumexp"), stored
         self._prefixes, self._images, self._prepared = prefixes, images, prepared
 
-    def block(self, block: Block) -> None:
+    def block(self, block: ColumnBlock) -> None:
         """Add one block to the log-sum-exps."""
         part_km = self._rows_kb.new_empty(len(self._prefixes), len(block.text_mD))
         for index, prefix in enumerate(self._prefixes):
@@ -123,7 +123,7 @@ class _Gradients:
         self._stored = stored
         self._prefixes, self._images, self._found = prefixes, images, found
 
-    def block(self, block: Block) -> None:
+    def block(self, block: ColumnBlock) -> None:
         """Add one block to the gradients."""
         dtype, text_mD, total_mD = block.plan.dtype, block.text_mD, None
         if self._text is not None:

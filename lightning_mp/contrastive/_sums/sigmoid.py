@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_mp.contrastive._sums.matches import add_rows
 from lightning_mp.contrastive._sums.products import dots
 from lightning_mp.contrastive._sums.statistics import LargestNegatives, loss_statistics
-from lightning_mp.contrastive._sums.sweep import Block, Plan, SweepResult, sweep
+from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import row_dots
 
 __all__ = ["sigmoid_loss"]
@@ -47,7 +47,7 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
     losses_b = torch.logaddexp(-pos_b, pos_b.new_zeros(()))
     if weights_b is not None:
         own_b = weights_b[:q]
-        # What weighs nothing may be infinite, and 0 times that is NaN.
+        # A term of weight 0 may be infinite, and their product is NaN.
         losses_b, weight_b = ((x * own_b).where(own_b != 0, 0.0) for x in (losses_b, weight_b))
     loss = losses_b.sum()
     # One tensor, which one collective adds up; `finish` fills the last place.
@@ -64,10 +64,10 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
     statistics_5 = None
     if maxima:
         # Triton's maxima ignore NaN, the loss does not.
-        sound_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
+        probability_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
         # Maxima are without the bias.
         statistics_5 = loss_statistics(
-            plan, pos_b - bias, torch.stack([sound_b, sound_b]), maxima[0]
+            plan, pos_b - bias, torch.stack([probability_b, probability_b]), maxima[0]
         )
     loss, d_bias, d_scale = (x.clone() for x in sums)  # outputs must not be views
     d_negatives_bkD = extra.d_negatives(plan.exchange.world_size / plan.pairs)
@@ -174,7 +174,7 @@ class _Pairs:
         # In the state dtype, because there is a term for every pair.
         self._totals_2 = scale.new_zeros(2)
 
-    def block(self, block: Block) -> None:
+    def block(self, block: ColumnBlock) -> None:
         """Add one block to sums and gradients."""
         part_mD = None
         if self._text is not None:

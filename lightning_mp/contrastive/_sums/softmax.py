@@ -31,7 +31,7 @@ from lightning_mp.contrastive._sums.statistics import (
     loss_statistics,
     softmax_probabilities,
 )
-from lightning_mp.contrastive._sums.sweep import Block, Plan, SweepResult, sweep
+from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import Prepared, StoredTiles
 
 __all__ = ["Gradients", "Negatives", "softmax_loss"]
@@ -99,7 +99,7 @@ class Negatives:
         self._columns, self._stored = plan.exchange.home("logsumexp"), stored
         self._prepared, self._largest = prepared, largest
 
-    def block(self, block: Block) -> None:
+    def block(self, block: ColumnBlock) -> None:
         """Add one block to the log-sum-exps."""
         # Uninitialised, because `Logits.fresh` says that it is overwritten.
         part_m = self._rows_b.new_empty(len(block.text_mD))
@@ -121,7 +121,7 @@ class Gradients:
     Args:
         plan: The plan.
         row_lse_b: The log-sum-exps of the rows.
-        stored: The tiles of the first sweep, with its places to be taken again from the start.
+        stored: The tiles that the first sweep stored, taken again from the first one.
     """
 
     def __init__(self, plan: Plan, row_lse_b: Tensor, stored: StoredTiles) -> None:
@@ -132,7 +132,7 @@ class Gradients:
         self._row_lse_b = row_lse_b
         self._stored = stored
 
-    def block(self, block: Block) -> None:
+    def block(self, block: ColumnBlock) -> None:
         """Add one block to the gradients."""
         part_mD = None
         if self._text is not None:

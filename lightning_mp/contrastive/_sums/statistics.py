@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._sums.sweep import Block, Plan
+from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan
 from lightning_mp.contrastive._tiles.tile_backend import Maxima
 
 __all__ = ["LargestNegatives", "loss_statistics", "softmax_probabilities"]
@@ -33,7 +33,7 @@ class LargestNegatives:
         self._block = Maxima(self._rows_b, self._rows_b.new_full(columns.shape[:1], -torch.inf))
         return self._block
 
-    def block(self, block: Block) -> None:
+    def block(self, block: ColumnBlock) -> None:
         """Send the maxima of the columns to their ranks."""
         self._columns.add(self._block.columns_m)
 
@@ -71,5 +71,5 @@ def loss_statistics(plan: Plan, pos_q: Tensor, probability_2q: Tensor, maxima: M
     # Every pair is in the rows of one rank. Each rank fills one place, so the sum is a gather.
     largest_W = pos_q.new_zeros(exchange.world_size)
     largest_W[exchange.rank] = torch.cat([maxima.rows_b, pos_q]).amax() + shift
-    found = exchange.all_reduce(torch.cat([sums_5, largest_W]))
-    return torch.cat([found[:4] / found[4], found[5:].amax(0, keepdim=True)]).to(dtype)
+    totals = exchange.all_reduce(torch.cat([sums_5, largest_W]))
+    return torch.cat([totals[:4] / totals[4], totals[5:].amax(0, keepdim=True)]).to(dtype)

@@ -1,4 +1,4 @@
-"""The sweep of all losses: blocks of columns of all ranks are passed to visitors, which sum.
+"""The sweep of all losses: passes the columns of all ranks to visitors, block by block.
 
 Shapes:
     B: global batch. b: images of this rank. n: its texts; text i belongs to image i for i < b.
@@ -25,7 +25,16 @@ from lightning_mp.contrastive._tiles.tile_backend import (
 )
 from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, state_dtype
 
-__all__ = ["Block", "SweepResult", "NeedsGrad", "OneRank", "Plan", "Visitor", "plan_of", "sweep"]
+__all__ = [
+    "ColumnBlock",
+    "SweepResult",
+    "NeedsGrad",
+    "OneRank",
+    "Plan",
+    "Visitor",
+    "plan_of",
+    "sweep",
+]
 
 
 class NeedsGrad(NamedTuple):
@@ -45,11 +54,11 @@ class SweepResult(NamedTuple):
 
     Args:
         loss: The loss, equal on all ranks.
-        d_image_bD: Gradient of the images, like all features in the accumulation dtype: a loss
-            scale comes with the cotangent only, and fp16 would underflow before.
+        d_image_bD: Gradient of the images in the accumulation dtype, as for all features: the loss
+            scale is part of the cotangent, and fp16 would underflow before it is applied.
         d_text_nD: Gradient of the texts.
         d_negatives_bkD: Gradient of the `negatives` of single images.
-        d_scale: Gradient of the scale, in the state dtype, as the bias's.
+        d_scale: Gradient of the scale, in the state dtype, as is the gradient of the bias.
         d_bias: Gradient of the bias; `None` for a softmax, on which a bias has no effect.
         statistics_5: The values of `LossStatistics`; `None` if no rank requests them.
     """
@@ -148,7 +157,7 @@ def plan_of(
     )  # fmt: skip
 
 
-class Block(NamedTuple):
+class ColumnBlock(NamedTuple):
     """One block of visiting columns.
 
     Args:
@@ -194,7 +203,7 @@ class Block(NamedTuple):
 class Visitor(Protocol):
     """Interface of a sweep: `block` consumes one block, `home` returns the accumulated results."""
 
-    def block(self, block: Block) -> None:
+    def block(self, block: ColumnBlock) -> None:
         """Accumulate one block."""
         ...
 
@@ -217,16 +226,16 @@ def sweep(plan: Plan, visitors: Sequence[Visitor], values: Tensor | None = None)
     if plan.thresholds is not None:
         travelling += plan.thresholds.travelling
     for index, visit in enumerate(plan.exchange.visit(travelling, values)):
-        _show(plan, visitors, visit, values is not None, index == 0)
+        _visit_block(plan, visitors, visit, values is not None, index == 0)
     return [visitor.home() for visitor in visitors]
 
 
 # A function, so that the memory of a block is freed before the next one arrives.
-def _show(
+def _visit_block(
     plan: Plan, visitors: Sequence[Visitor], visit: Visit, has_values: bool, is_first: bool
 ) -> None:
     values = visit.columns[-1] if has_values else None
-    block = Block(plan, visit, visit.columns[0], values, is_first)
+    block = ColumnBlock(plan, visit, visit.columns[0], values, is_first)
     for visitor in visitors:
         visitor.block(block)
 
@@ -249,31 +258,31 @@ class OneRank:
         columns = [tensor.contiguous() for tensor in shard]
         yield Visit(columns if values is None else [*columns, values], 0, slice(0, len(shard[0])))
 
-    def home(self, combine: Combine) -> "_Part":
+    def home(self, combine: Combine) -> "_LocalSum":
         """Return an empty sum, see `Exchange.home`."""
-        return _Part()
+        return _LocalSum()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the tensor, which is already the sum."""
         return tensor
 
 
-class _Part:
-    """A sum with a single part."""
+class _LocalSum:
+    """The per-column sum of a single process."""
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return memory for the part, see `Home.empty`."""
-        # `empty_like` keeps strides, and `finish` in Triton takes the gradient for contiguous.
+        """Return memory for the sum, see `Home.empty`."""
+        # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.
         return like.new_empty(like.shape, dtype=dtype)
 
     def add(self, part: Tensor) -> None:
-        """Store the part."""
+        """Store the sum."""
         self._part = part
 
     def result(self) -> Tensor:
-        """Return the part."""
+        """Return the sum."""
         return self._part
 
     def parts(self) -> Tensor:
-        """Return the part as a single one."""
+        """Return the sum as a single part."""
         return self._part[None]

@@ -47,33 +47,35 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
         q = plan.matched
         pos_q = row_dots(image_bD[:q], text_nD[:q], state).mul_(scale.to(state).reshape(()))
         statistics_5 = loss_statistics(plan, pos_q, softmax_probabilities(pos_q, lses), maxima[0])
-    task = cross_entropies_of(plan)
+    cross_entropies = cross_entropies_of(plan)
     # Widened, because autograd accumulates gradients in the dtype of the leaves.
     inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
     # Equal on all ranks, because the graph may contain collectives.
     needs = [*plan.needs_grad, plan.trains, plan.trains]
     if request.negatives is not None:
         inputs, needs = [*inputs, request.negatives], [*needs, negatives_need_grad]
-    part, gradients = _differentiated(task, inputs, needs)
+    part, gradients = _differentiated(cross_entropies, inputs, needs)
     d_image_bD, d_text_nD, d_scale, d_row_b, d_column_n, *d_negatives = gradients
-    of_sweeps: tuple[Tensor | None, Tensor | None] = (None, None)
+    from_sweeps: tuple[Tensor | None, Tensor | None] = (None, None)
     if plan.trains:
         row_lse_b, column_lse_n = shifted(row_neg_b, d_row_b), shifted(lses[1], d_column_n)
-        (of_sweeps,) = sweep(plan, [Gradients(plan, row_lse_b, StoredTiles(memory))], column_lse_n)
+        (from_sweeps,) = sweep(
+            plan, [Gradients(plan, row_lse_b, StoredTiles(memory))], column_lse_n
+        )
     if d_scale is not None:
         # sum <I, dL/dS T> = sum <T, dL/dS^T I>: either gradient serves.
-        sides = zip((image_bD, text_nD), of_sweeps, strict=True)
-        features, grad = next((x, grad) for x, grad in sides if grad is not None)
+        towers = zip((image_bD, text_nD), from_sweeps, strict=True)
+        features, grad = next((x, grad) for x, grad in towers if grad is not None)
         d_scale = d_scale + row_dots(features, grad, state).sum()
     # One tensor for one collective.
     parts = [part] if d_scale is None else [d_scale, part]
-    *d_scales, loss = plan.exchange.all_reduce(torch.stack(parts) * task.shares.unit)
+    *d_scales, loss = plan.exchange.all_reduce(torch.stack(parts) * cross_entropies.shares.unit)
     # W for features only, since the scale's gradient was summed over ranks.
-    unit = task.shares.unit * plan.exchange.world_size
-    for of_task, of_sweep in zip((d_image_bD, d_text_nD), of_sweeps, strict=True):
-        if of_task is not None and of_sweep is not None:
+    unit = cross_entropies.shares.unit * plan.exchange.world_size
+    for from_autograd, from_sweep in zip((d_image_bD, d_text_nD), from_sweeps, strict=True):
+        if from_autograd is not None and from_sweep is not None:
             # Autograd's part contains the scale, the sweep's part does not.
-            of_task.addcmul_(of_sweep, scale.to(dtype).reshape(())).mul_(unit)
+            from_autograd.addcmul_(from_sweep, scale.to(dtype).reshape(())).mul_(unit)
     return SweepResult(
         loss, d_image_bD, d_text_nD,
         # Widened first, because fp16 underflows after the product with `unit`, about 1 / 2B.
@@ -83,12 +85,12 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
 
 
 def _differentiated(
-    task: CrossEntropies, inputs: Sequence[Tensor], needs: Sequence[bool]
+    cross_entropies: CrossEntropies, inputs: Sequence[Tensor], needs: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return this rank's part of the loss and the gradients of the inputs that need one."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
     with torch.set_grad_enabled(any(needs)):
-        part = task.loss(*leaves)
+        part = cross_entropies.loss(*leaves)
     wanted = [x for x in leaves if x.requires_grad]
     # With k = 0, `negatives` are not part of the graph.
     has_graph = part.requires_grad

@@ -1,4 +1,4 @@
-"""`TileBackend`: the interface of the code that multiplies tiles of the logits, and its arguments.
+"""`TileBackend`: the interface of the tile backends, and its arguments.
 
 Shapes:
     b: rows, the images of one rank. m: columns, the texts of one shard. D: width. n: this rank's
@@ -50,17 +50,17 @@ class Maxima(NamedTuple):
         return Maxima(self.rows_b[rows], self.columns_m[columns])
 
     def raise_to(self, row_n: Tensor, column_c: Tensor, unit: float) -> None:
-        """Raise the maxima in place to the given values times `unit`, where those are larger."""
-        for mine, other in zip(self, (row_n, column_c), strict=True):
+        """Raise the maxima in place to the given values times `unit`, if these are larger."""
+        for maxima, values in zip(self, (row_n, column_c), strict=True):
             # The product with `unit` would round again in fp32. `fmax` would drop a NaN, so that
             # a positive could exceed it.
-            torch.maximum(mine, other.to(mine.dtype) * unit, out=mine)
+            torch.maximum(maxima, values.to(maxima.dtype) * unit, out=maxima)
 
 
 class StoredTiles:
     """Memory for tiles that the first sweep stores for the second.
 
-    Both sweeps take their places in the same order. Tiles that do not fit are computed again.
+    Both sweeps take memory in the same order. Tiles that do not fit are computed again.
 
     Args:
         values: The memory.

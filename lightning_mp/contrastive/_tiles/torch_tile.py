@@ -60,7 +60,7 @@ class StoredTile:
             return None
         return self.header
 
-    def note(self, reference: Tensor | None, logits_rc: Tensor) -> None:
+    def store(self, reference: Tensor | None, logits_rc: Tensor) -> None:
         """Store the reference of the values, or the logits if there is no reference."""
         if reference is None:
             self.values_rc.copy_(logits_rc)
@@ -217,7 +217,9 @@ def thresholded_sums(tile: Tile, thresholds: Thresholds, dtype: torch.dtype) -> 
 
     The first buffer holds the logits and is overwritten.
     """
-    by_row_rc, by_column_rc = _above(tile, thresholds)  # before the logits are overwritten
+    by_row_rc, by_column_rc = _above_thresholds(
+        tile, thresholds
+    )  # before the logits are overwritten
     tile.mask(tile.logits_rc, -torch.inf)
     row_rc = tile.spare_rc.copy_(tile.logits_rc).masked_fill_(by_row_rc, -torch.inf)
     column_rc = tile.logits_rc.masked_fill_(by_column_rc, -torch.inf)
@@ -234,7 +236,7 @@ def thresholded_softmax(
     """Return the values of `softmax`, 0 for pairs above thresholds."""
     least, dtype = _MIN_EXPONENT[tile.spare_rc.dtype], tile.spare_rc.dtype
     logits_rc = tile.logits()
-    by_row_rc, by_column_rc = _above(tile, thresholds)
+    by_row_rc, by_column_rc = _above_thresholds(tile, thresholds)
     row_rc = torch.sub(logits_rc, row_r.to(dtype)[:, None], out=tile.spare_rc)
     column_rc = logits_rc.sub_(column_c.to(dtype))
     for powers_rc, masked_rc in ((row_rc, by_row_rc), (column_rc, by_column_rc)):
@@ -243,8 +245,11 @@ def thresholded_softmax(
     return tile.mask(row_rc.add_(column_rc), 0.0)
 
 
-def _above(tile: Tile, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
-    """Return which pairs exceed thresholds of rows, of columns; guides use the second buffer."""
+def _above_thresholds(tile: Tile, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
+    """Return which pairs exceed the thresholds of rows, and of columns.
+
+    With guides, the second buffer is overwritten.
+    """
     dtype, scale = tile.spare_rc.dtype, tile.log2_scale
     if thresholds.guides is not None:
         left, right = (guides.to(dtype) for guides in thresholds.guides)

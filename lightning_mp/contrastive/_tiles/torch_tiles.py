@@ -83,12 +83,12 @@ class TorchTiles(TileBackend):
                 peaks = None
                 if maxima is not None:
                     peaks = peaks_of(logits_rc)
-                    _raise(maxima, tile, peaks)
+                    _raise_maxima(maxima, tile, peaks)
                 sums = log2_sums_exp2(logits_rc, dtype, powers_rc, peaks)
             else:
                 sums = thresholded_sums(tile, tile.thresholds, dtype)
             if tile.stored is not None:
-                tile.stored.note(sums.reference, logits_rc)
+                tile.stored.store(sums.reference, logits_rc)
             for total, part in (
                 (row_lse_b[tile.rows], sums.rows_r),
                 (column_lse_m[tile.columns], sums.columns_c),
@@ -130,7 +130,7 @@ class TorchTiles(TileBackend):
             logits_rc = tile.logits()
             if maxima is not None:
                 tile.mask(logits_rc, -torch.inf)
-                _raise(maxima, tile, peaks_of(logits_rc))
+                _raise_maxima(maxima, tile, peaks_of(logits_rc))
             weights_rc, losses = sigmoid(tile, log2_bias, logits.weights_b)
             totals_2.add_(torch.stack([losses, weights_rc.sum()]).to(totals_2.dtype))
             return weights_rc
@@ -152,11 +152,11 @@ class TorchTiles(TileBackend):
 
     def stored_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return the rest of the workspace beside a tile, at most the size of all tiles."""
-        room = self.budget(device) - self._tile_budget(device)
+        rest = self.budget(device) - self._tile_budget(device)
         # A tile of at least 128 x 64 values has a header and a gap of at most 32 values.
         everything = b * m + b * m // 256 + b + m + 32
         # `min` would branch on sizes, which may be symbolic.
-        size: int = torch.sym_min(everything, room // ACCUMULATION_DTYPES[dtype].itemsize)
+        size: int = torch.sym_min(everything, rest // ACCUMULATION_DTYPES[dtype].itemsize)
         return size
 
     def multiplied_twice(
@@ -169,11 +169,11 @@ class TorchTiles(TileBackend):
         stored_values: int,
     ) -> int:
         """Return how many of the `b m` logits of one process do not fit a memory of that size."""
-        # Takes the same places as the sweep, on the meta device.
+        # Takes memory as the sweep does, on the meta device.
         stored = StoredTiles(torch.empty(stored_values, device="meta"))
         sizes = (
             (rows.stop - rows.start) * (columns.stop - columns.start)
-            for rows, columns in self._places(b, m, width, dtype, device)
+            for rows, columns in self._tile_slices(b, m, width, dtype, device)
         )
         return sum(size for size in sizes if stored.take(HEADER + size) is None)
 
@@ -185,7 +185,7 @@ class TorchTiles(TileBackend):
         """Return the bytes of the workspace for one tile; the rest is for stored tiles."""
         return min(self.budget(device) // 2, _default_bytes(device))
 
-    def _places(
+    def _tile_slices(
         self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[slice, slice]]:
         """Yield rows and columns of every tile, row by row."""
@@ -200,17 +200,17 @@ class TorchTiles(TileBackend):
         """Yield all tiles of the logits, row by row; each overwrites the one before."""
         rows_bD, columns_mD, scale, diagonal, positive_rows, ids, thresholds, stored, *_ = logits
         (b, width), m = rows_bD.shape, columns_mD.shape[0]
-        have = slice(0, b) if positive_rows is None else positive_rows
+        positives = slice(0, b) if positive_rows is None else positive_rows
         dtype = ACCUMULATION_DTYPES[rows_bD.dtype]
-        places = list(self._places(b, m, width, dtype, rows_bD.device))
-        first_rows, first_columns = places[0]  # the largest tile
+        slices = list(self._tile_slices(b, m, width, dtype, rows_bD.device))
+        first_rows, first_columns = slices[0]  # the largest tile
         buffers = rows_bD.new_empty(2, first_rows.stop * first_columns.stop, dtype=dtype)
         log2_scale = scale.to(state_dtype(rows_bD.device)) * _LOG2_E
         scale_high = log2_scale.to(dtype)
         scale_low = (log2_scale - scale_high).to(dtype)
         scaled_rD = rows_bD[:0].to(dtype)
-        for rows, columns in places:
-            # Places iterate over the columns of some rows first, which share one scaled copy.
+        for rows, columns in slices:
+            # The tiles of the same rows follow each other and share one scaled copy of the rows.
             if columns.start == 0:
                 # The scale multiplies the O(b D) operand, not the b x b product. It has two parts,
                 # since its rounding would shift all logits alike, but not the positives.
@@ -220,12 +220,16 @@ class TorchTiles(TileBackend):
             shape = (rows.stop - rows.start, columns.stop - columns.start)
             logits_rc, spare_rc = buffers[:, : shape[0] * shape[1]].view(2, *shape)
             offset = None if diagonal is None else diagonal + rows.start - columns.start
-            having = slice(max(have.start - rows.start, 0), max(have.stop - rows.start, 0))
+            own_rows = slice(
+                max(positives.start - rows.start, 0), max(positives.stop - rows.start, 0)
+            )
             values = None if stored is None else stored.take(HEADER + shape[0] * shape[1])
-            place = None if values is None else StoredTile(values[0], values[HEADER:].view(shape))
+            stored_tile = (
+                None if values is None else StoredTile(values[0], values[HEADER:].view(shape))
+            )
             yield Tile(
                 rows, columns, scaled_rD, columns_mD[columns].to(dtype), logits_rc, spare_rc,
-                offset, having, place,
+                offset, own_rows, stored_tile,
                 None if ids is None else ids.block(rows, columns),
                 None if thresholds is None else thresholds.block(rows, columns), log2_scale,
             )  # fmt: skip
@@ -258,7 +262,7 @@ class TorchTiles(TileBackend):
                 d_columns_mD[tile.columns].addmm_(weights_rc.T, rows_rD)
 
 
-def _raise(maxima: Maxima, tile: Tile, peaks: Peaks) -> None:
+def _raise_maxima(maxima: Maxima, tile: Tile, peaks: Peaks) -> None:
     """Raise the maxima of a tile's rows and columns to its peaks, given in powers of two."""
     maxima.block(tile.rows, tile.columns).raise_to(*peaks, 1 / _LOG2_E)
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks._launches import Launch, call_loss, fake_gpu, launches_in
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive._call.request import Request
-from lightning_mp.contrastive._operator import _found
+from lightning_mp.contrastive._operator import _compute
 from lightning_mp.contrastive._sums.agreement import exchange_for
 from lightning_mp.contrastive._sums.sweep import NeedsGrad, plan_of
 from lightning_mp.numerics import probe_kernels
@@ -157,7 +157,7 @@ def _of_ranks(sizes: list[int], dtype: torch.dtype, exchange: str) -> None:
         travel = exchange_for(sizes, sides[0], exchange, request.tiles, None)
         plan = plan_of(request, *travel, NeedsGrad(True, True, True), pairs=sum(sizes))
         with torch.no_grad():
-            _found(plan)
+            _compute(plan)
     finally:
         dist.destroy_process_group()
 

@@ -46,7 +46,7 @@ def _any_size(largest: int) -> int:
 
 @pytest.mark.parametrize("diagonal", [None, 0, 5, -7, 100])
 @pytest.mark.parametrize("_round", range(5))
-def test_blocks_cover_every_value_once_and_know_their_positives(
+def test_blocks_cover_every_value_once_with_their_positives(
     diagonal: int | None, _round: int
 ) -> None:
     b, m = random.choice((random.randint(1, 80), random.randint(129, 180))), random.randint(1, 80)
@@ -92,12 +92,12 @@ def test_blocks_stay_within_the_budget_and_the_shard() -> None:
         assert c >= min(m, 64)
 
 
-def test_blocks_have_no_more_rows_or_columns_than_kernels_can_count() -> None:
+def test_block_sizes_fit_the_index_type_of_kernels() -> None:
     assert block_shape(2**31, 1, 2**40) == (2**30, 1)
     assert max(block_shape(1, 2**31, 2**40)) == 2**30
 
 
-def test_blocks_of_a_large_shard_cost_little_more_than_squares() -> None:
+def test_blocks_of_a_large_shard_are_nearly_square() -> None:
     for _ in range(20_000):
         values = random.randint(2**20, 2**29)
         side = values**0.5
@@ -107,7 +107,7 @@ def test_blocks_of_a_large_shard_cost_little_more_than_squares() -> None:
         assert 1 / n + 1 / c < 1.3 * 2 / side, (b, m, values)
 
 
-def test_whole_shard_is_one_block_where_it_fits() -> None:
+def test_shard_that_fits_is_one_block() -> None:
     for _ in range(2_000):
         b, m = _any_size(14), _any_size(14)
         assert block_shape(b, m, random.randint(b * m, 2 * b * m)) == (b, m)
@@ -143,7 +143,7 @@ def test_whole_waves_of_132_multiprocessors(rows: int, width: int, expected: int
     assert whole_waves(rows, width, 132) == expected
 
 
-def test_whole_waves_leaves_no_fuller_last_wave_down_to_half_of_the_rows() -> None:
+def test_whole_waves_finds_the_fullest_last_wave() -> None:
     for _ in range(300):
         rows, width = random.randint(128, 40_000), random.randint(1, 4096)
         multiprocessors = random.choice([16, 84, 108, 132, 148])
@@ -165,7 +165,7 @@ def test_whole_waves_leaves_no_fuller_last_wave_down_to_half_of_the_rows() -> No
     [(BF16, 0), (FP16, 2 * 128), (FP32, 5 * 128 + 128)],
     ids=str,
 )
-def test_operands_of_guides_count_in_the_budget(dtype: torch.dtype, values: int) -> None:
+def test_guide_operands_count_toward_the_budget(dtype: torch.dtype, values: int) -> None:
     features = torch.zeros(9, 64, dtype=BF16)
     guide = torch.zeros(9, 128 if dtype == BF16 else 100, dtype=dtype)
     logits = Logits(features, features, torch.ones(()), 0)
@@ -213,7 +213,7 @@ def test_precision_of_features_and_tile_dtype(
 @pytest.mark.parametrize(
     ("features", "tile_dtype"), [(BF16, "auto"), (FP16, "auto"), (FP32, "tf32"), (BF16, "fp32")]
 )
-def test_aligned_features_are_used_where_they_lie(
+def test_aligned_features_are_not_copied(
     features: torch.dtype, tile_dtype: TileDtype, width: int
 ) -> None:
     precision = Precision.of(features, tile_dtype)
@@ -257,7 +257,7 @@ def test_rows_that_share_memory_are_copied() -> None:
         assert torch.equal(operand.tiles_nk, features)
 
 
-def test_guides_reach_kernels_without_gaps_between_their_rows() -> None:
+def test_guides_are_contiguous_in_kernels() -> None:
     features, wider = torch.randn(9, 64).bfloat16(), torch.randn(9, 128).bfloat16()
     thresholds = Thresholds(torch.zeros(9), torch.zeros(9), (wider[:, :64], wider[:, 64:]))
     logits = Logits(features, features, torch.ones(()), 0, thresholds=thresholds)
@@ -272,7 +272,7 @@ def test_guides_reach_kernels_without_gaps_between_their_rows() -> None:
 
 @pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-20, 1e-4, 1.0, 3.0, 1e4, 1e20, 3e38])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_unit_is_a_power_of_two_that_brings_the_largest_value_near_256(
+def test_unit_is_a_power_of_two_that_scales_the_largest_value_to_256(
     size: float, sign: int
 ) -> None:
     features = size * (torch.rand(5, 4) - 0.5)
@@ -287,7 +287,7 @@ def test_unit_is_a_power_of_two_that_brings_the_largest_value_near_256(
     assert largest >= 2**7 or unit >= 2.0**126
 
 
-def test_unit_of_zeros_is_finite_and_other_precisions_have_none() -> None:
+def test_unit_of_zeros_is_finite_and_none_without_split() -> None:
     zeros = torch.zeros(3, 4)
     unit = SPLIT.unit(zeros)
     assert unit is not None
@@ -343,7 +343,7 @@ def _shape(row: TileConfig) -> tuple[object, ...]:
     return row.kernel, row.arch, row.dtypes, row.max_width, row.tile, row.warps, row.stages
 
 
-def test_every_row_of_the_table_says_why_and_stands_once() -> None:
+def test_table_rows_are_unique_and_have_a_reason() -> None:
     assert max(collections.Counter(map(_shape, all_configs())).values()) == 1
     for row in all_configs():
         assert len(row.reason) > 20, row

@@ -27,10 +27,10 @@ def take(row: int, what: str = "lse, width 768", calls: list[int] | None = None)
             calls.append(row)
         return CONFIGS[row]
 
-    return choices.chosen_once(CONFIGS, what, CUDA, choose)
+    return choices.cached_choice(CONFIGS, what, CUDA, choose)
 
 
-def test_second_process_times_nothing_and_takes_the_same(folder: Path) -> None:
+def test_second_process_reuses_the_choice_without_timing(folder: Path) -> None:
     calls: list[int] = []
     assert [take(2, calls=calls), take(0, calls=calls)] == [CONFIGS[2], CONFIGS[2]]
     assert calls == [2]
@@ -38,7 +38,7 @@ def test_second_process_times_nothing_and_takes_the_same(folder: Path) -> None:
     assert '"gpu": "NVIDIA H100 80GB HBM3"' in path.read_text()
 
 
-def test_other_widths_and_gpus_choose_for_themselves(
+def test_other_widths_and_gpus_have_their_own_choice(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take(2)
@@ -48,17 +48,17 @@ def test_other_widths_and_gpus_choose_for_themselves(
     assert len([*folder.iterdir()]) == 3
 
 
-def test_of_two_at_a_time_both_take_the_first(folder: Path) -> None:
+def test_concurrent_processes_use_the_first_choice(folder: Path) -> None:
     def choose() -> TileConfig:
         assert take(1) == CONFIGS[1]  # another process, meanwhile
         return CONFIGS[2]
 
-    assert choices.chosen_once(CONFIGS, "lse, width 768", CUDA, choose) == CONFIGS[1]
+    assert choices.cached_choice(CONFIGS, "lse, width 768", CUDA, choose) == CONFIGS[1]
     assert len([*folder.iterdir()]) == 1
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"row": 99}', '{"row": "1"}', "[]"])
-def test_damaged_choice_is_made_anew(folder: Path, content: str) -> None:
+def test_damaged_choice_is_replaced(folder: Path, content: str) -> None:
     take(2)
     (path,) = folder.iterdir()
     path.write_text(content)
@@ -66,7 +66,7 @@ def test_damaged_choice_is_made_anew(folder: Path, content: str) -> None:
     assert [*folder.iterdir()] == [path]
 
 
-def test_folder_that_cannot_be_written_changes_nothing(
+def test_unwritable_folder_disables_storage(
     tmp_path: Path, folder: Path, monkeypatch: Any
 ) -> None:
     (tmp_path / "file").touch()
@@ -74,6 +74,6 @@ def test_folder_that_cannot_be_written_changes_nothing(
     assert take(1) == CONFIGS[1]
 
 
-def test_interpreter_keeps_nothing(folder: Path) -> None:
-    choices.chosen_once(CONFIGS, "lse", torch.device("cpu"), lambda: CONFIGS[0])
+def test_interpreter_stores_no_choice(folder: Path) -> None:
+    choices.cached_choice(CONFIGS, "lse", torch.device("cpu"), lambda: CONFIGS[0])
     assert not folder.exists()

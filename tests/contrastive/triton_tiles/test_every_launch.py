@@ -50,7 +50,7 @@ def check(launches: list[Launch], compiled: Compiler) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_kernels_of_default_losses_are_as_they_must_be(arch: int, compiled: Compiler) -> None:
+def test_kernels_of_default_losses_meet_their_limits(arch: int, compiled: Compiler) -> None:
     launches = default_launches(arch)
     assert {"prepare_kernel", "lse_kernel", "merge_kernel", "terms_kernel", "softmax_kernel"} <= {
         launch.kernel for launch in launches
@@ -59,7 +59,7 @@ def test_kernels_of_default_losses_are_as_they_must_be(arch: int, compiled: Comp
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_with_most_in_registers_are_as_they_must_be(arch: int, compiled: Compiler) -> None:
+def test_kernels_with_most_registers_meet_their_limits(arch: int, compiled: Compiler) -> None:
     launches = fullest_launches(arch)
     for argument in (
         "row_ids",
@@ -88,7 +88,7 @@ KERNELS = (
 @pytest.mark.sweep
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("arch", ARCHS, scope="module")
-def test_every_kernel_is_as_it_must_be(arch: int, kernel: str, compiled: Compiler) -> None:
+def test_every_kernel_meets_its_limits(arch: int, kernel: str, compiled: Compiler) -> None:
     launches = [x for x in _every_launch(arch) if x.kernel == f"{kernel}_kernel"]
     assert launches
     check(launches, compiled)
@@ -111,7 +111,7 @@ def _of_reason(row: object, launches: list[Launch]) -> Iterator[Launch]:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_reasons_of_rows_are_true(arch: int, compiled: Compiler) -> None:
+def test_stated_reasons_of_table_rows_hold(arch: int, compiled: Compiler) -> None:
     """The reasons state shared memory and programs on a multiprocessor."""
     checked = 0
     launches = default_launches(arch)
@@ -137,13 +137,13 @@ def test_reasons_of_rows_are_true(arch: int, compiled: Compiler) -> None:
     [row for row in ROWS if "FLOP for each byte" in row.reason],
     ids=lambda row: f"{row.kernel}-{row.tile}",
 )
-def test_arithmetic_intensity_is_that_of_the_reason(row: tiles.TileConfig) -> None:
+def test_arithmetic_intensity_equals_the_stated_reason(row: tiles.TileConfig) -> None:
     (m, n, _), size = row.tile, getattr(torch, row.dtypes[0]).itemsize
     (flop,) = re.findall(r"(\d+) FLOP for each byte", row.reason)
     assert int(2 * m * n / (m + n) / size) == int(flop)
 
 
-def test_merge_knows_the_logarithm_of_two_in_float64(compiled: Compiler) -> None:
+def test_merge_uses_ln_2_in_float64(compiled: Compiler) -> None:
     (merge,) = (x for x in default_launches(90) if x.kernel == "merge_kernel")
     kernel = compiled(merge)
     constants = re.findall(r"constant dense<(0\.69\d*)> : tensor<\w+xf(\d+)>", kernel.ttir)
@@ -173,21 +173,21 @@ def _with_row(arch: int, kernel: str, **changes: object) -> list[Launch]:
     ]
 
 
-def test_tile_that_is_too_large_is_seen_to_spill(compiled: Compiler) -> None:
+def test_too_large_tile_is_detected_as_spilling(compiled: Compiler) -> None:
     # The reason of the row says that larger tiles spill.
     (launch,) = _with_row(90, "softmax_wide", tile=(128, 256, 64))
     assert any("registers did not hold" in words for words in problems_of(launch, compiled(launch)))
 
 
 @pytest.mark.sweep
-def test_products_that_are_serialized_are_seen(compiled: Compiler) -> None:
+def test_serialized_products_are_detected(compiled: Compiler) -> None:
     (launch,) = _with_row(90, "lse", tile=(256, 256, 16), stages=2)
     complaints = compiled(launch).complaints
     assert any("wgmma.mma_async instructions are serialized" in each for each in complaints)
 
 
 @pytest.mark.sweep
-def test_sums_over_wide_tiles_take_as_many_shuffles_as_their_row_says(compiled: Compiler) -> None:
+def test_shuffles_of_wide_tiles_equal_the_stated_number(compiled: Compiler) -> None:
     (reason,) = (row.reason for row in ROWS if "the shuffles" in row.reason)
     low, high = re.findall(r"128 x 256 needs ([\d.]+) to ([\d.]+) times the shuffles", reason)[0]
     tall, wide = (_with_row(90, "lse", tile=tile)[0] for tile in ((256, 128, 64), (128, 256, 64)))
@@ -199,6 +199,6 @@ def test_sums_over_wide_tiles_take_as_many_shuffles_as_their_row_says(compiled: 
     ("registers", "shared_bytes", "programs"),
     [(255, 32_784, 1), (128, 115_712, 2), (129, 115_712, 1), (128, 115_713, 1), (128, 232_449, 0)],
 )
-def test_programs_at_a_time_are_counted(registers: int, shared_bytes: int, programs: int) -> None:
+def test_resident_programs_are_counted(registers: int, shared_bytes: int, programs: int) -> None:
     kernel = Compiled(registers, 256, 0, shared_bytes, (), (), (), "")
     assert CHIPS[90].programs(kernel) == programs

@@ -109,7 +109,7 @@ def test_false_negatives_are_masked_as_in_float64(
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
-def test_both_kinds_of_kernels_equal_float64(dtype: torch.dtype, arch: int) -> None:
+def test_kernels_with_and_without_stored_products_equal_float64(dtype: torch.dtype, arch: int) -> None:
     if arch == 90 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the copy engine of these kernels is Hopper's")
     tiles = tiles_for(torch.device("cuda"), dtype, "triton", "fp32", 2**22)
@@ -127,7 +127,7 @@ def test_both_kinds_of_kernels_equal_float64(dtype: torch.dtype, arch: int) -> N
 
 
 @pytest.mark.parametrize("tile_dtype", ["bf16", "fp16", "tf32", "fp32"])
-def test_tile_dtypes_keep_what_they_promise(tile_dtype: str) -> None:
+def test_tile_dtypes_have_their_documented_precision(tile_dtype: str) -> None:
     inputs = features(1000, 96, torch.float32)
     error = run(*inputs, 20.0, backend="triton", tile_dtype=tile_dtype).distance(
         expected(*inputs, 20.0)
@@ -137,7 +137,7 @@ def test_tile_dtypes_keep_what_they_promise(tile_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_large_logits_are_redone_and_right(dtype: torch.dtype) -> None:
+def test_tiles_of_large_logits_are_recomputed_accurately(dtype: torch.dtype) -> None:
     inputs = [torch.randn(700, 256, device="cuda").to(dtype) for _ in range(2)]
     result = run(*inputs, 150.0, backend="triton")  # logits of +-1e4
     error = result.distance(expected(*inputs, 150.0))
@@ -154,7 +154,7 @@ def test_converged_pairs_keep_relative_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_runs_repeat_bit_for_bit(dtype: torch.dtype) -> None:
+def test_results_are_bitwise_reproducible(dtype: torch.dtype) -> None:
     inputs = features(3000, 512, dtype)
     first, second = (run(*inputs, 100.0, backend="triton") for _ in range(2))
     assert all(
@@ -164,7 +164,7 @@ def test_runs_repeat_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_host_never_waits_for_the_device(dtype: torch.dtype) -> None:
+def test_loss_does_not_synchronize(dtype: torch.dtype) -> None:
     inputs = features(2000, 512, dtype)
     run(*inputs, 100.0, backend="triton")  # compiles
     leaves = [x.requires_grad_() for x in inputs]
@@ -181,7 +181,7 @@ def test_host_never_waits_for_the_device(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"backend": "torch"}], ids=str)
 @pytest.mark.parametrize("b", [256, 4096])
-def test_step_in_a_graph_is_the_step_outside(b: int, options: dict[str, str]) -> None:
+def test_cuda_graph_of_a_step_equals_eager(b: int, options: dict[str, str]) -> None:
     steps = [features(b, 512, torch.bfloat16) for _ in range(3)]
     leaves = [x.clone().requires_grad_() for x in steps[0]]
     scale = torch.tensor(50.0, device="cuda", requires_grad=True)
@@ -208,7 +208,7 @@ def test_step_in_a_graph_is_the_step_outside(b: int, options: dict[str, str]) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_memory_is_at_most_eight_times_the_features_in_fp32(dtype: torch.dtype) -> None:
+def test_memory_is_at_most_eight_times_the_fp32_features(dtype: torch.dtype) -> None:
     b, width = 65_536, 512
     leaves = [x.requires_grad_() for x in features(b, width, dtype)]
     scale = torch.tensor(100.0, device="cuda", requires_grad=True)
@@ -219,7 +219,7 @@ def test_memory_is_at_most_eight_times_the_features_in_fp32(dtype: torch.dtype) 
     assert torch.cuda.max_memory_allocated() - before <= 8 * b * width * 4
 
 
-def test_auto_takes_triton_here_and_torch_for_float64() -> None:
+def test_auto_selects_triton_and_torch_for_float64() -> None:
     device = torch.device("cuda")
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("needs compute capability 8.0")
@@ -230,14 +230,14 @@ def test_auto_takes_triton_here_and_torch_for_float64() -> None:
     assert names == ["TritonTiles", "TritonTiles", "TorchTiles"]
 
 
-def test_autotuned_loss_is_as_exact() -> None:
+def test_autotuned_loss_equals_float64() -> None:
     inputs = features(2048, 512, torch.bfloat16)
     error = run(*inputs, 100.0, backend="triton", autotune=True).distance(expected(*inputs, 100.0))
     assert error["loss"] < LOSS_TOLERANCE
     assert error["d_image"] < GRADIENT_TOLERANCE[torch.bfloat16]
 
 
-def test_compiled_loss_equals_the_eager_one() -> None:
+def test_compiled_loss_equals_eager() -> None:
     image, text = (x.requires_grad_() for x in features(300, 64, torch.bfloat16))
     loss_fn = ContrastiveLoss(backend="triton")
 

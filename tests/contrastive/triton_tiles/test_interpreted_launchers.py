@@ -35,7 +35,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
         (1, torch.zeros(1, dtype=FP64).expand(7), "strides (0,). It must be contig"),
     ],
 )
-def test_log_sum_exps_of_another_layout_are_refused(side: int, lse: Tensor, message: str) -> None:
+def test_log_sum_exps_with_another_layout_raise(side: int, lse: Tensor, message: str) -> None:
     lses = [torch.zeros(5, dtype=FP64), torch.zeros(7, dtype=FP64)]
     lses[side] = lse
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -43,7 +43,7 @@ def test_log_sum_exps_of_another_layout_are_refused(side: int, lse: Tensor, mess
 
 
 @pytest.mark.parametrize("dtype", [FP64, torch.int8])
-def test_table_refuses_unknown_dtypes_and_names_the_known(dtype: torch.dtype) -> None:
+def test_table_error_for_unknown_dtype_lists_known_dtypes(dtype: torch.dtype) -> None:
     names = ("bfloat16", "float16", "float32")
     known = [(arch, name) for arch in (80, 90, 100, 120) for name in names]
     message = (
@@ -54,7 +54,7 @@ def test_table_refuses_unknown_dtypes_and_names_the_known(dtype: torch.dtype) ->
         find_configs("lse", 90, dtype, 512)
 
 
-def test_table_refuses_unknown_architectures() -> None:
+def test_table_raises_for_unknown_architectures() -> None:
     with pytest.raises(ValueError, match="Passed dtype float16 on architecture 70"):
         make_shard(4, 4, 8, FP16).lse_sweep(TritonTiles(arch=70))
 
@@ -82,7 +82,7 @@ def test_every_tile_shape_of_the_table_equals_float64(
             assert shard.grad_error(shard.grad_sweep(tiles)) < GRADIENT_ERROR[dtype], config
 
 
-def test_autotuning_picks_a_row_of_the_table_once_and_leaves_nothing_behind(
+def test_autotuning_chooses_a_table_row_once_and_changes_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The memory is for blocks of 65 x 64.
@@ -98,7 +98,7 @@ def test_autotuning_picks_a_row_of_the_table_once_and_leaves_nothing_behind(
         assert config in find_configs(kernel, arch_of(torch.device("cpu")), BF16, 72)
 
 
-def test_fastest_passes_over_what_fails() -> None:
+def test_fastest_skips_failing_configs() -> None:
     configs = find_configs("lse", 90, BF16, 512)
     runs: list[TileConfig] = []
 
@@ -112,7 +112,7 @@ def test_fastest_passes_over_what_fails() -> None:
     assert runs == [configs[0], *[configs[1]] * 4, *configs[2:]]
 
 
-def test_fastest_goes_by_the_clock_and_not_by_the_first_run(
+def test_fastest_ignores_the_first_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     configs = find_configs("lse", 90, BF16, 512)[:3]
@@ -131,7 +131,7 @@ def test_fastest_goes_by_the_clock_and_not_by_the_first_run(
     assert fastest(configs, run, torch.device("cpu")) == configs[1]
 
 
-def test_fastest_says_why_none_runs() -> None:
+def test_fastest_error_explains_why_no_config_runs() -> None:
     configs = tuple(
         dataclasses.replace(config, tile=(64 * index, 64, 32))
         for index, config in enumerate(find_configs("lse", 90, BF16, 512), start=1)

@@ -79,7 +79,7 @@ def test_results_do_not_depend_on_the_layout_of_features(
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_expanded_features_of_one_row_equal_float64(dtype: torch.dtype) -> None:
+def test_expanded_single_row_equals_float64(dtype: torch.dtype) -> None:
     row, column = (normalize(torch.randn(1, 64), dim=1).to(dtype) for _ in range(2))
     shard = shard_of(row.expand(40, 64), column.expand(70, 64), 100.0)
     assert shard.rows.stride(0) == 0
@@ -89,7 +89,7 @@ def test_expanded_features_of_one_row_equal_float64(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("relaid", [_transposed, _columns_of_wider_rows, _every_second_row])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_gradients_are_added_to_any_layout(
+def test_gradients_accumulate_into_any_layout(
     dtype: torch.dtype, relaid: Callable[[Tensor], Tensor]
 ) -> None:
     shard, tiles = make_shard(30, 70, 72, dtype), TritonTiles()
@@ -113,7 +113,7 @@ def far_apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor]:
 
 @pytest.mark.parametrize("side", ["rows", "columns"])
 @pytest.mark.parametrize("arch", [80, 90])
-def test_rows_past_two_to_the_31_values_are_read_where_they_lie(
+def test_rows_beyond_2_to_the_31_values_are_read_correctly(
     arch: int, side: str, far_apart: Callable[[Tensor], Tensor]
 ) -> None:
     b, m = (3, 70) if side == "rows" else (70, 3)
@@ -128,7 +128,7 @@ def test_rows_past_two_to_the_31_values_are_read_where_they_lie(
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_softmax_past_two_to_the_31_values_is_written_where_it_belongs(
+def test_softmax_beyond_2_to_the_31_values_is_written_correctly(
     arch: int, far_apart: Callable[[Tensor], Tensor]
 ) -> None:
     shard = make_shard(3, 64, 64, FP16)

@@ -51,7 +51,7 @@ def test_loss_and_gradients_equal_float64(dtype: torch.dtype, scale: float) -> N
     assert error / (gain * norms.sum()) < 2 * GRADIENT_TOLERANCE[dtype]
 
 
-def test_features_that_lie_column_by_column_get_their_gradients() -> None:
+def test_column_major_features_get_gradients() -> None:
     inputs = leaves(37, 24, torch.bfloat16)
     columns = [x.detach().T.contiguous().T.requires_grad_() for x in inputs[:2]]
     expected = reference(*inputs[:2], 20.0)
@@ -71,7 +71,7 @@ def test_operator_passes_opcheck(dtype: torch.dtype) -> None:
     opcheck(lambda: loss_fn(image, text, scale, scale), "contrastive_loss")
 
 
-def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one() -> None:
+def test_compiled_loss_has_no_graph_break_and_equals_eager() -> None:
     image, text, scale = leaves(40, 24, torch.bfloat16)
     loss_fn = ContrastiveLoss(backend="triton", tile_dtype="fp32")
     compiled = torch.compile(loss_fn, backend="aot_eager", fullgraph=True)
@@ -83,7 +83,7 @@ def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one() -> None:
 
 
 @pytest.mark.parametrize("trained", ["image", "text", "scale"])
-def test_locked_inputs_get_no_gradient_and_change_no_other(trained: str) -> None:
+def test_inputs_without_grad_get_no_gradient_and_affect_no_other(trained: str) -> None:
     inputs = leaves(40, 24, torch.float32, 10.0)
     expected = reference(*inputs[:2], 10.0)
     for name, leaf in zip(("image", "text", "scale"), inputs, strict=True):
@@ -104,7 +104,7 @@ def test_autocast_changes_nothing() -> None:
     assert all(torch.equal(*pair) for pair in zip(inside, expected, strict=True))
 
 
-def test_bias_changes_nothing_and_gets_a_gradient_of_zero() -> None:
+def test_bias_has_no_effect_and_a_zero_gradient() -> None:
     image, text, scale = leaves(30, 24, torch.bfloat16)
     bias = torch.tensor(-1e4, requires_grad=True)
     loss = ContrastiveLoss(backend="triton")(image, text, scale, bias)
@@ -113,7 +113,7 @@ def test_bias_changes_nothing_and_gets_a_gradient_of_zero() -> None:
     assert bias.grad == 0
 
 
-def test_choices_reach_the_tiles() -> None:
+def test_constructor_options_reach_the_tile_backend() -> None:
     tiles = tiles_for(CPU, torch.float32, "triton", "tf32", 2**22, True)
     assert tiles == TritonTiles(2**22, "tf32", True)
     assert triton_problem(CPU, torch.float32) is None

@@ -32,7 +32,7 @@ def features(b: int, n: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("b", "n", "width"), SHAPES)
-def test_preparation_has_logits_of_pairs_and_the_scale_in_two_parts(
+def test_prepare_returns_positive_logits_and_a_two_part_scale(
     b: int, n: int, width: int, dtype: torch.dtype
 ) -> None:
     image, text = features(b, n, width, dtype)
@@ -49,7 +49,7 @@ def test_preparation_has_logits_of_pairs_and_the_scale_in_two_parts(
 
 
 @pytest.mark.parametrize("scale", [3.0, -3.0])
-def test_reference_of_large_logits_lies_below_the_largest_seen(scale: float) -> None:
+def test_reference_of_large_logits_is_below_the_sampled_maximum(scale: float) -> None:
     image, text = torch.randn(2, 40, 64).mul_(8.0)
     logits = scale * LOG2_E * image.double() @ text.double().T
     _, (_, reference) = pair_kernels.prepare(image, text, torch.tensor(scale))
@@ -66,7 +66,7 @@ def _blocks(logits: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_reference_is_finite_where_features_are_not(bad: float) -> None:
+def test_reference_of_non_finite_features_is_finite(bad: float) -> None:
     image, text = torch.randn(2, 20, 8)
     image[3, 2] = bad
     pos_b, (_, reference) = pair_kernels.prepare(image, text, torch.tensor(100.0))
@@ -88,7 +88,7 @@ def _vectors(b: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("b", "n", "parts"), [(1, 1, 1), (128, 128, 1), (129, 300, 3), (129, 130, 40)]
 )
-def test_terms_are_those_of_torch(b: int, n: int, parts: int, has_terms: RowsColumns) -> None:
+def test_pair_terms_equal_the_torch_backend(b: int, n: int, parts: int, has_terms: RowsColumns) -> None:
     row, column, pos = _vectors(b, n)
     columns = column + 30 * torch.randn(parts, n, dtype=torch.float64)
     columns[0, 11:15] = -torch.inf  # of one part, and of all with those that `_vectors` has
@@ -103,7 +103,7 @@ def test_terms_are_those_of_torch(b: int, n: int, parts: int, has_terms: RowsCol
     torch.testing.assert_close(*losses, equal_nan=True)
 
 
-def test_terms_of_converged_pairs_keep_their_digits() -> None:
+def test_pair_terms_of_converged_pairs_keep_relative_precision() -> None:
     margin = torch.linspace(-700.0, 2.0, 40, dtype=torch.float64)
     pos, made = torch.full((40,), 50.0, dtype=torch.float64), torch.empty_like(margin)
     for neg, loss in zip(pos + margin, made, strict=True):
@@ -118,7 +118,7 @@ def test_terms_of_converged_pairs_keep_their_digits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("needs_grad", HAS_TERMS)
 @pytest.mark.parametrize(("b", "n", "width"), [(1, 1, 8), (4, 4, 256), (9, 14, 260)])
-def test_gradients_are_finished_as_torch_does(
+def test_finish_equals_the_torch_backend(
     b: int, n: int, width: int, needs_grad: RowsColumns, dtype: torch.dtype
 ) -> None:
     image, text = features(b, n, width, dtype)
@@ -140,7 +140,7 @@ def test_gradients_are_finished_as_torch_does(
     torch.testing.assert_close(*d_scales, rtol=0, atol=atol)
 
 
-def test_factors_are_two_to_the_distance_from_the_first_row() -> None:
+def test_factors_are_powers_of_the_distance_to_the_first_row() -> None:
     row, column = (40 + 5 * torch.randn(size, dtype=torch.float64) for size in (130, 300))
     made = SoftmaxFactors.of(row, column, torch.tensor(7.0), 14)
     rows, columns = row * LOG2_E, column * LOG2_E

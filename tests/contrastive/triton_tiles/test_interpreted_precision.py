@@ -30,7 +30,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_tile_dtype_fp32_keeps_the_softmax_of_16_bit_features_in_fp32(
+def test_tile_dtype_fp32_has_fp32_softmax_precision_for_half_features(
     dtype: torch.dtype, arch: int
 ) -> None:
     shard = make_shard(140, 150, 72, dtype)
@@ -56,7 +56,7 @@ def test_tile_dtype_fp32_keeps_the_softmax_of_16_bit_features_in_fp32(
     ],
     ids=str,
 )
-def test_tile_dtype_of_16_bit_equals_float64_on_features_rounded_so(
+def test_half_tile_dtype_equals_float64_of_rounded_features(
     tile_dtype: TileDtype, features: torch.dtype, rounded: torch.dtype, arch: int
 ) -> None:
     shard = make_shard(65, 140, 72, features)
@@ -108,7 +108,7 @@ def test_fp32_rows_of_mixed_magnitudes_keep_fp32_precision() -> None:
 
 
 @pytest.mark.parametrize("is_wide", [False, True])
-def test_no_fp32_rounding_reaches_all_logits_of_a_row_or_of_the_shard_alike(
+def test_no_common_fp32_rounding_error_in_a_row_or_shard(
     is_wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Times log2(e), this scale is half way between two fp32 values. One of them alone would be
@@ -152,7 +152,7 @@ def _errors(value: Reference, expected: Reference) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_loss_of_fp32_features_and_its_gradients_are_right_to_five_digits(arch: int) -> None:
+def test_loss_and_gradients_of_fp32_features_have_five_digits(arch: int) -> None:
     image, text = (normalize(torch.randn(130, 72), dim=1) for _ in range(2))
     errors = _errors(
         _loss(image, text, 100.0, TritonTiles(arch=arch)), reference(image, text, 100.0)
@@ -171,7 +171,7 @@ def _converged(dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Refere
 # Losses of about 3e-7, 3e-11 and 5e-15.
 @pytest.mark.parametrize("scale", [20.0, 30.0, 40.0])
 @pytest.mark.parametrize("arch", [80, 90])
-def test_converged_pairs_of_fp32_keep_the_digits_of_loss_and_gradients(
+def test_converged_fp32_pairs_keep_relative_precision_of_loss_and_gradients(
     arch: int, scale: float
 ) -> None:
     image, text, expected = _converged(FP32, scale)
@@ -186,7 +186,7 @@ def test_converged_pairs_of_fp32_keep_the_digits_of_loss_and_gradients(
 
 @pytest.mark.parametrize("scale", [20.0, 30.0, 40.0])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_converged_pairs_of_16_bit_keep_the_digits_of_the_loss(
+def test_converged_half_pairs_keep_relative_precision_of_the_loss(
     dtype: torch.dtype, scale: float
 ) -> None:
     image, text, expected = _converged(dtype, scale)

@@ -80,7 +80,7 @@ def _set_reference(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
 
 
 @MODES
-def test_logits_up_to_ten_thousand_are_as_exact_as_fp32_is_there(
+def test_logits_up_to_ten_thousand_have_fp32_precision(
     dtype: torch.dtype, arch: int
 ) -> None:
     rows, columns = torch.randn(130, 72).to(dtype), torch.randn(140, 72).to(dtype)
@@ -108,7 +108,7 @@ ACROSS = {80: 2, 90: 3}
     ],
     ids=str,
 )
-def test_tiles_that_are_all_redone_equal_float64_and_the_fast_path(
+def test_recomputed_tiles_equal_float64_and_the_fast_path(
     dtype: torch.dtype,
     arch: int,
     reference: float,
@@ -129,7 +129,7 @@ def test_tiles_that_are_all_redone_equal_float64_and_the_fast_path(
 
 @pytest.mark.parametrize("reference", [0.0, 1e4])
 @pytest.mark.parametrize("is_tall", [False, True])
-def test_many_tiles_in_a_row_are_merged_in_several_rounds(
+def test_many_tiles_are_merged_in_several_rounds(
     is_tall: bool, reference: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Instead of 32 in a round, which would take more than 4096 columns to pass.
@@ -165,7 +165,7 @@ def _outliers(dtype: torch.dtype, row: int | None, column: int | None) -> Shard:
     ],
     ids=str,
 )
-def test_rows_and_columns_of_plain_and_redone_tiles_equal_float64(
+def test_mixed_plain_and_recomputed_tiles_equal_float64(
     row: int | None,
     column: int | None,
     expected: list[list[int]],
@@ -188,7 +188,7 @@ def _is_wide(shard: Shard) -> bool:
 
 
 @MODES
-def test_both_twins_are_right_where_log_sum_exps_lie_close(
+def test_both_variants_are_accurate_for_close_log_sum_exps(
     dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard, tiles = make_shard(65, 140, 72, dtype, diagonal=1), TritonTiles(arch=arch)
@@ -200,7 +200,7 @@ def test_both_twins_are_right_where_log_sum_exps_lie_close(
 
 
 @MODES
-def test_only_the_wide_twin_is_right_where_log_sum_exps_lie_far_apart(
+def test_only_the_wide_variant_is_accurate_for_distant_log_sum_exps(
     dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, columns = (normalize(torch.randn(n, 72), dim=1) for n in (65, 140))
@@ -215,7 +215,7 @@ def test_only_the_wide_twin_is_right_where_log_sum_exps_lie_far_apart(
 
 
 @MODES
-def test_small_shards_take_the_wide_twin_alone(
+def test_small_shards_use_the_wide_variant_only(
     dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard, tiles = make_shard(65, 140, 72, dtype, diagonal=1), TritonTiles(arch=arch)
@@ -240,7 +240,7 @@ def test_small_shards_take_the_wide_twin_alone(
     [(50.0, 0.0, False), (70.0, 0.0, True), (0.0, 70.0, False), (0.0, 90.0, True)],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_twins_change_over_before_the_narrow_one_loses_digits(
+def test_wide_variant_takes_over_before_the_narrow_one_loses_digits(
     dtype: torch.dtype, row_rise: float, column_rise: float, wide: bool
 ) -> None:
     shard = make_shard(40, 50, 72, dtype, scale=10.0)
@@ -250,7 +250,7 @@ def test_twins_change_over_before_the_narrow_one_loses_digits(
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_wide_twin_serves_rows_that_lie_far_apart_above_all_columns(dtype: torch.dtype) -> None:
+def test_wide_variant_handles_rows_far_above_all_columns(dtype: torch.dtype) -> None:
     rows, columns = (normalize(torch.randn(n, 72), dim=1) for n in (40, 50))
     rows[7, 0], columns[:, 0] = -100.0, 1.0
     shard = shard_of(rows.to(dtype), columns.to(dtype), 2.0)
@@ -272,7 +272,7 @@ def _loss_and_gradients(
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", ["image", "text", "scale"])
 @pytest.mark.parametrize(("dtype", "arch"), [(BF16, 90), (FP32, 80)], ids=str)
-def test_nan_and_infinities_reach_all_results_that_they_reach_in_the_torch_backend(
+def test_non_finite_values_propagate_as_in_the_torch_backend(
     dtype: torch.dtype, arch: int, place: str, bad: float
 ) -> None:
     features = {name: normalize(torch.randn(40, 72), dim=1) for name in ("image", "text")}

@@ -50,7 +50,7 @@ def _steps(rank: int) -> list[Any]:
         return [_step(rank, *case) for case in CASES]
 
 
-def test_loss_of_two_ranks_that_keep_products_or_cannot_equals_float64() -> None:
+def test_loss_on_two_ranks_with_and_without_stored_products_equals_float64() -> None:
     by_rank = run_ranks(_steps, 2)
     ranks = [data(*size, WIDTH, rank, torch.float64)[:2] for rank, size in enumerate(SIZES)]
     image, text = (torch.cat(one) for one in zip(*ranks, strict=True))

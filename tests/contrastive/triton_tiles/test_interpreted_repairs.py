@@ -116,7 +116,7 @@ def _multiplies_constants_with_tensors() -> bool:
         _multiplies_constants_with_tensors,
     ],
 )
-def test_repair_is_needed_helps_and_is_taken_back(works: Callable[[], bool]) -> None:
+def test_repair_is_needed_effective_and_undone(works: Callable[[], bool]) -> None:
     if works():
         pytest.skip("this version of Triton and numpy does not have the fault")
     with _repaired():
@@ -124,7 +124,7 @@ def test_repair_is_needed_helps_and_is_taken_back(works: Callable[[], bool]) -> 
     assert not works()
 
 
-def test_repaired_interpreter_runs_torch_in_one_thread_and_gives_them_back() -> None:
+def test_repaired_interpreter_runs_torch_in_one_thread_and_restores_threads() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

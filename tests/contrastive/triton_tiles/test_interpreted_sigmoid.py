@@ -63,7 +63,7 @@ def test_sweep_in_blocks_equals_float64(workspace_bytes: int, diagonal: int | No
     assert relative_error(d_columns - 1, weights.T @ rows.double()) < 2e-5
 
 
-def test_converged_pairs_keep_their_digits() -> None:
+def test_converged_pairs_keep_relative_precision() -> None:
     own = torch.eye(40) * math.sqrt(0.6)
     noise = [0.1 * F.normalize(torch.randn(40, 16), dim=1) for _ in range(2)]
     inputs = [torch.cat([x, own], 1).requires_grad_() for x in noise]
@@ -76,7 +76,7 @@ def test_converged_pairs_keep_their_digits() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_not_hidden(value: float) -> None:
+def test_non_finite_values_propagate(value: float) -> None:
     image, text, scale, bias = leaves(20, 8, torch.float32, 10.0, -10.0)
     with torch.no_grad():
         image[3, 2] = value

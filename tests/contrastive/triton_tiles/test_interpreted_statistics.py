@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore:Passed
     [(torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.float32, "bf16")],
     ids=str,
 )
-def test_statistics_equal_those_of_all_pairs(
+def test_statistics_equal_float64(
     name: str, dtype: torch.dtype, tile_dtype: str
 ) -> None:
     image, text, scale = data(130, 210, 72, 0, dtype)
@@ -31,7 +31,7 @@ def test_statistics_equal_those_of_all_pairs(
 
 @pytest.mark.parametrize("scale", [1.0, 3e3])
 @pytest.mark.parametrize("workspace_bytes", [None, 1])
-def test_maxima_of_tiles_in_range_and_of_those_that_are_redone(
+def test_maxima_of_plain_and_recomputed_tiles(
     scale: float, workspace_bytes: int | None
 ) -> None:
     """At 3,000 nearly every tile has a row that is too far from the reference."""
@@ -54,14 +54,14 @@ def test_maxima_of_tiles_in_range_and_of_those_that_are_redone(
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 100.0, -30.0])
-def test_collapsed_model_hits_nothing(name: str, dtype: torch.dtype, scale: float) -> None:
+def test_collapsed_model_has_accuracy_zero(name: str, dtype: torch.dtype, scale: float) -> None:
     feature = normalize(torch.randn(1, 70), dim=1).to(dtype).expand(90, -1)
     _, found = LOSSES[name](backend="triton")(feature, feature, scale, statistics=True)
     assert found[:2] == (0, 0)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_nan_is_no_hit(name: str) -> None:
+def test_nan_is_not_a_hit(name: str) -> None:
     features = torch.eye(8)
     texts = features.clone()
     texts[5, 0] = torch.nan

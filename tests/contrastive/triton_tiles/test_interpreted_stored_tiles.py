@@ -44,7 +44,7 @@ FOR_BLOCKS = 2**27  # bytes of the workspace that nothing is kept in
         for i, case in enumerate(HARD)
     ],
 )
-def test_loss_and_gradients_of_which_a_part_is_kept_equal_float64(case: str) -> None:
+def test_loss_and_gradients_with_partly_stored_products_equal_float64(case: str) -> None:
     """Where all is kept, as in the other tests of losses, there is nothing left to fit to it."""
     b, workspace_bytes = 141, FOR_BLOCKS + 4 * 130 * 144
     tiles = TritonTiles(workspace_bytes)
@@ -77,7 +77,7 @@ def test_loss_and_gradients_of_which_a_part_is_kept_equal_float64(case: str) -> 
         pytest.param("positive rows", 120, marks=pytest.mark.sweep),
     ],
 )
-def test_shards_share_the_memory_and_rows_that_fit_are_read_from_it(seen: str, arch: int) -> None:
+def test_shards_share_the_memory_and_stored_rows_are_read(seen: str, arch: int) -> None:
     b, sizes = 150, (70, 129)
     image, text = (torch.nn.functional.normalize(torch.randn(n, 40), dim=1) for n in (b, 199))
     rows = slice(20, 70) if seen == "positive rows" else None
@@ -130,7 +130,7 @@ def _masked(logits: Logits) -> Tensor:
     return out
 
 
-def test_far_log_sum_exps_are_read_as_they_are_multiplied() -> None:
+def test_stored_products_with_distant_log_sum_exps_equal_recomputed_ones() -> None:
     """Rows and columns whose log-sum-exps lie further apart than one exponential serves."""
     shard, tiles = make_shard(65, 63, 24, FP32), TritonTiles()
     shard.lse = shard.lse[0] + 40.0, shard.lse[1] - torch.linspace(0, 60, 63).double()
@@ -146,7 +146,7 @@ def test_far_log_sum_exps_are_read_as_they_are_multiplied() -> None:
     ("trained", "units"), [("image text scale", 4), ("image", 3), ("text scale", 3), ("", 1)]
 )
 @pytest.mark.parametrize(("b", "stored_rows"), [(8192, 8192), (12_000, 5888), (20_000, 0)])
-def test_loss_takes_four_units_of_work_and_fewer_with_kept_products_or_a_locked_tower(
+def test_loss_takes_four_units_of_work_and_fewer_with_stored_products_or_a_locked_tower(
     trained: str, units: int, b: int, stored_rows: int
 ) -> None:
     width, names = 16, ("image", "text", "scale")
@@ -161,7 +161,7 @@ def test_loss_takes_four_units_of_work_and_fewer_with_kept_products_or_a_locked_
     assert counter.get_total_flops() == expected * 2 * b * width
 
 
-def test_workspace_says_how_much_is_kept() -> None:
+def test_workspace_determines_the_stored_products() -> None:
     def share(b: int, workspace_bytes: int | None, **options: Any) -> float:
         tiles = TritonTiles(workspace_bytes, **options)
         return tiles.stored_values(b, b, FP32, CPU) / b**2
@@ -182,7 +182,7 @@ def test_workspace_says_how_much_is_kept() -> None:
 
 
 @pytest.mark.sweep
-def test_compiled_loss_keeps_as_the_eager_one() -> None:
+def test_compiled_loss_stores_as_many_products_as_eager() -> None:
     loss_fn = ContrastiveLoss(backend="triton")
     compiled = torch.compile(loss_fn, backend="aot_eager", fullgraph=True, dynamic=True)
     for b in (33, 40):

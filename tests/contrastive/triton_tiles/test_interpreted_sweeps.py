@@ -75,7 +75,7 @@ def test_sweeps_of_a_shard_equal_float64(
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_grad_sweep_adds_to_what_is_there_and_none_skips(dtype: torch.dtype) -> None:
+def test_grad_sweep_accumulates_and_none_skips_a_gradient(dtype: torch.dtype) -> None:
     shard, tiles = make_shard(65, 63, 72, dtype, diagonal=2), TritonTiles()
     start = torch.randn(65, 72), torch.randn(63, 72)
     both = [x.clone() for x in start]
@@ -92,7 +92,7 @@ def test_grad_sweep_adds_to_what_is_there_and_none_skips(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("workspace_bytes", [1, None])  # blocks of 128 x 64; one block
 @pytest.mark.parametrize("fresh", [RowsColumns(True, False), RowsColumns(False, True)])
-def test_lse_sweep_overwrites_what_is_fresh(
+def test_lse_sweep_overwrites_fresh_outputs(
     fresh: RowsColumns, workspace_bytes: int | None
 ) -> None:
     shard, tiles = make_shard(140, 70, 8, BF16, diagonal=3), TritonTiles(workspace_bytes)
@@ -112,7 +112,7 @@ def test_lse_sweep_overwrites_what_is_fresh(
 
 
 @pytest.mark.parametrize(("dtype", "arch"), [(BF16, 90), (FP32, 80)], ids=str)
-def test_sweeps_repeat_bit_for_bit(dtype: torch.dtype, arch: int) -> None:
+def test_sweeps_are_bitwise_reproducible(dtype: torch.dtype, arch: int) -> None:
     shard = make_shard(70, 150, 72, dtype)
     tiles = TritonTiles(1, arch=arch)  # three blocks of columns
     results = [[*shard.lse_sweep(tiles), *shard.grad_sweep(tiles)] for _ in range(2)]
@@ -154,7 +154,7 @@ def test_one_pair_has_no_negatives(dtype: torch.dtype, arch: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_rows_and_columns_without_negatives_keep_what_they_have(dtype: torch.dtype) -> None:
+def test_rows_and_columns_without_negatives_keep_their_values(dtype: torch.dtype) -> None:
     # The only column of 65 rows: row 3 has nothing but its positive. Likewise the only row.
     for b, m, diagonal in ((65, 1, -3), (1, 65, 3)):
         shard, tiles = make_shard(b, m, 72, dtype, diagonal=diagonal), TritonTiles()
@@ -167,7 +167,7 @@ def test_rows_and_columns_without_negatives_keep_what_they_have(dtype: torch.dty
 
 # Tiles are 128 x 128: the diagonal passes their corners, or meets them in one value.
 @pytest.mark.parametrize("diagonal", [-128, -127, -1, 0, 1, 127, 128])
-def test_scale_of_zero_counts_the_negatives(diagonal: int) -> None:
+def test_scale_of_zero_gives_the_log_of_the_number_of_negatives(diagonal: int) -> None:
     features = [normalize(torch.randn(140, 8), dim=1).half() for _ in range(2)]
     shard, tiles = shard_of(*features, 0.0, diagonal), TritonTiles()
     assert shard.lse_error(shard.lse_sweep(tiles)) < 1e-12
@@ -176,7 +176,7 @@ def test_scale_of_zero_counts_the_negatives(diagonal: int) -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("scale_dtype", [torch.float64, FP32, BF16], ids=str)
-def test_scale_may_be_any_tensor_of_one_value(
+def test_scale_may_have_any_shape_with_one_value(
     shape: tuple[int, ...], scale_dtype: torch.dtype
 ) -> None:
     shard, tiles = make_shard(40, 50, 16, FP32, scale=16.5), TritonTiles()
@@ -186,7 +186,7 @@ def test_scale_may_be_any_tensor_of_one_value(
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_shards_of_a_ring_add_up_to_one_sweep_and_float64(dtype: torch.dtype) -> None:
+def test_sweeps_over_ring_shards_equal_one_sweep_and_float64(dtype: torch.dtype) -> None:
     sizes, width = (70, 33, 64), 72
     tiles = TritonTiles()
     images, texts = (

@@ -55,14 +55,14 @@ def test_pairs_of_equal_ids_are_masked(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("guide", [None, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_copy_of_the_positive_stays_a_negative_without_a_margin(
+def test_copy_of_the_positive_without_margin_remains_a_negative(
     dtype: torch.dtype, guide: torch.dtype | None
 ) -> None:
     loss_fn = ContrastiveLoss(backend="triton", tile_dtype="fp32", false_negatives="absolute")
     check_copies(loss_fn, dtype, guide)
 
 
-def test_batch_of_one_id_has_no_negatives() -> None:
+def test_batch_with_a_single_id_has_no_negatives() -> None:
     image = torch.randn(40, 16, requires_grad=True)
     loss_fn = ContrastiveLoss(backend="triton")
     loss = loss_fn(image, torch.randn(40, 16), 1.0, ids=torch.full((40,), 2**40))
@@ -72,7 +72,7 @@ def test_batch_of_one_id_has_no_negatives() -> None:
 
 
 @pytest.mark.parametrize(("b", "n"), [(70, 7), (5, 150)])
-def test_few_texts_or_images_are_as_on_torchs_tiles(b: int, n: int) -> None:
+def test_small_batches_equal_torch_tiles(b: int, n: int) -> None:
     features = [F.normalize(torch.randn(size, 24), dim=1).requires_grad_() for size in (b, n)]
     call = {"positives": torch.randint(-1, n, (b, 3)), "weights": torch.arange(b) % 3}
     results = []

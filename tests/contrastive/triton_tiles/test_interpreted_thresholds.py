@@ -88,7 +88,7 @@ ARCH = {HALF: 90, WIDE: 80}  # by the copy engine, or by pointers
 
 
 @CASES
-def test_log_sum_exps_are_those_of_what_is_kept(
+def test_log_sum_exps_exclude_masked_pairs(
     dtype: torch.dtype, scale: float, guides: Guides
 ) -> None:
     case = Thresholded(dtype, scale, guides)
@@ -103,7 +103,7 @@ def test_log_sum_exps_are_those_of_what_is_kept(
 
 
 @CASES
-def test_gradients_are_those_of_what_is_kept(
+def test_gradients_exclude_masked_pairs(
     dtype: torch.dtype, scale: float, guides: Guides
 ) -> None:
     case = Thresholded(dtype, scale, guides)
@@ -128,7 +128,7 @@ def test_gradients_are_those_of_what_is_kept(
 
 @pytest.mark.filterwarnings("ignore:Passed .*negative scale")
 @pytest.mark.parametrize("scale", [5.0, -5.0])
-def test_nan_is_no_false_negative(scale: float) -> None:
+def test_nan_is_not_a_false_negative(scale: float) -> None:
     image, text = torch.randn(8, 16), torch.randn(10, 16)
     text[9] = torch.nan
     loss_fn = ContrastiveLoss(false_negatives="absolute", backend="triton")

@@ -12,7 +12,7 @@ import torch
 
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 
-__all__ = ["choice_folder", "chosen_once"]
+__all__ = ["choice_folder", "cached_choice"]
 
 
 def choice_folder() -> Path:
@@ -21,7 +21,7 @@ def choice_folder() -> Path:
     return Path(base) / "lightning-mp" / "tiles"
 
 
-def chosen_once(
+def cached_choice(
     configs: Sequence[TileConfig],
     what: str,
     device: torch.device,
@@ -48,10 +48,10 @@ def chosen_once(
     found = _read(path, configs)
     if found is not None:
         return found
-    mine = choose()
-    said = {"gpu": name, "triton": key[3], "for": what, "tile": list(mine.tile)}
-    _create(path, json.dumps({**said, "row": configs.index(mine)}), configs)
-    return _read(path, configs) or mine
+    choice = choose()
+    description = {"gpu": name, "triton": key[3], "for": what, "tile": list(choice.tile)}
+    _create(path, json.dumps({**description, "row": configs.index(choice)}), configs)
+    return _read(path, configs) or choice
 
 
 def _read(path: Path, configs: Sequence[TileConfig]) -> TileConfig | None:

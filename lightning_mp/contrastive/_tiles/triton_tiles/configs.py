@@ -34,7 +34,7 @@ _FIRST_ARCH = 80  # the first with bf16 tensor cores and asynchronous copies
 _ARCHS = {(9, 0): 90, (10, 0): 100, (10, 3): 100, (12, 0): 120, (12, 1): 120}
 _ROUNDS = 3
 _RUNS = 20  # queued back to back
-_CYCLES_A_SECOND = 2e9  # at least a GPU's clock rate; a longer sleep does no harm
+_CYCLES_PER_SECOND = 2e9  # no GPU's clock is faster; a longer sleep does no harm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _time_on_device(run: Callable[[TileConfig], object], config: TileConfig) -> 
     # The device sleeps until the host has queued all runs, so it never waits for a launch.
     launch_seconds = _time_on_host(run, config)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(int(_RUNS * launch_seconds * _CYCLES_A_SECOND))
+    torch.cuda._sleep(int(_RUNS * launch_seconds * _CYCLES_PER_SECOND))
     start.record()
     for _ in range(_RUNS):
         run(config)

@@ -14,8 +14,8 @@ Arguments that sweeping kernels share:
     row_thresholds: (n,) in fp32, or `None`: a row masks the products above its threshold.
         column_thresholds: (m,), likewise for columns.
     row_guides: Operands whose products are compared with the thresholds, see
-        `threshold_similarities`; `None`: those of `rows` and `columns` are. column_guides:
-        Likewise. guide_width: Width of the guides.
+        `threshold_similarities`; `None` compares the products of `rows` and `columns`.
+        column_guides: Likewise. guide_width: Width of the guides.
     weights: (n, m) with row stride `weights_stride`; a tensor descriptor with `TMA`. weights_low:
         The same for the rounding errors, or `None`.
     TILE_M, TILE_N, TILE_K: M, N and K. GROUP: How many rows of tiles share columns, see `tile_at`.
@@ -301,7 +301,7 @@ def raise_peak(peak, values):
 @triton.jit
 def peak_of(peak):
     """Return the final value of a peak."""
-    # An atomic without effect, because a load could return an older value from a cache.
+    # An atomic that changes nothing, because a load could return an older value from a cache.
     return _order(tl.atomic_max(peak, _NONE, sem="relaxed")).to(tl.float32, bitcast=True)
 
 

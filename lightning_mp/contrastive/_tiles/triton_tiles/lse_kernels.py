@@ -111,7 +111,7 @@ def lse_kernel(
     Args:
         reference: `t`, one fp32 value.
         row_sums: (tiles in a row, n) in fp32. column_sums: (tiles in a column, m) in fp32.
-        is_redone: 0 or 1 for each tile, row by row of tiles: 1 if sums are `log2(sum(2^x))`.
+        is_redone: 1 for tiles whose sums are `log2(sum(2^x))`, otherwise 0; row by row of tiles.
         row_maxima: The largest powers, laid out as `row_sums`, or `None`; column_maxima: as
             `column_sums`. Not supported with thresholds.
         stored: (n, m) in fp32 with rows `stored_stride` apart, gets the products; or `None`.
@@ -163,8 +163,8 @@ def lse_kernel(
     fails = tl.maximum(tl.max(row_fails.to(tl.int32), 0), tl.max(column_fails.to(tl.int32), 0))
     tl.store(is_redone + tile.row * tl.cdiv(num_columns, TILE_N) + tile.column, fails)
     if fails != 0:
-        # A zero that no compiler knows of: so it keeps no ids and, without the copy engine, no
-        # addresses of the first pass in registers for the second.
+        # A zero that the compiler cannot infer, so that it keeps no ids and, without the copy
+        # engine, no addresses of the first pass in registers for the second.
         zero = fails - 1
         again = 0
         if not TMA:
@@ -265,7 +265,7 @@ def _merge(
     here = index < length
     total = tl.zeros((BLOCK,), tl.float64)
     peak = tl.full((BLOCK,), float("-inf"), tl.float64)
-    rest = tl.zeros((BLOCK,), tl.float64)  # of the redone tiles, in units of 2^peak
+    rest = tl.zeros((BLOCK,), tl.float64)  # sum over recomputed tiles, in units of 2^peak
     largest = tl.full((BLOCK,), float("-inf"), tl.float64)
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
@@ -353,6 +353,6 @@ def add_lse(
         *sums, is_redone, reference, row_lse_n, column_lse_m, *peaks, *(maxima or (None, None)),
         n, m, *map(int, block.fresh), TILE_M=config.tile[0], TILE_N=config.tile[1],
         BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, enable_fp_fusion=True,
-        # Left to itself, the compiler aims at 64 registers and spills 8 bytes on sm_80, 86 and 89.
+        # By default, the compiler aims at 64 registers and spills 8 bytes on sm_80, 86 and 89.
         maxnreg=128,
     )  # fmt: skip

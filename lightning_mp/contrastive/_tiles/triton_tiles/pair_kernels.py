@@ -195,8 +195,8 @@ def terms_kernel(
         row_lse: (b,). column_lse: (n,); infinite without a term in the loss.
         weight: (b,): `-2B` times the gradients of the positives' logits.
         sums: (programs,): parts of the loss.
-        terms: Cross entropies that the loss is the mean of.
-        BY_ROW: Whether the loss has cross entropies of rows. BY_COLUMN: Of columns.
+        terms: Number of cross entropies; the loss is their mean.
+        BY_ROW: Whether the loss has cross entropies of rows. BY_COLUMN: The same for columns.
         num_pairs: b. num_columns: n.
         TERMS: Pairs of a program. PARTS: Parts that are added at a time.
     """
@@ -272,7 +272,7 @@ def finish_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add the positives to the gradients, scale the gradients, and store parts of the scale's.
+    """Add the positives to the gradients, scale them, and store parts of the scale's gradient.
 
     Reads features and gradients once; torch's operations would read them four times.
 

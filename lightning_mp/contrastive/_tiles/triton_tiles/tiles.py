@@ -22,7 +22,7 @@ from lightning_mp.contrastive._tiles.tile_backend import (
     TileBackend,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Weights, Workspace
-from lightning_mp.contrastive._tiles.triton_tiles.choices import chosen_once
+from lightning_mp.contrastive._tiles.triton_tiles.choices import cached_choice
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     Kernel,
     TileConfig,
@@ -114,9 +114,8 @@ class TritonTiles(TileBackend):
         if prepared is None:
             prepared = self.prepare(*logits[:3])
         log2_scale, reference = prepared.own
-        if (
-            kernel_logits.precision.is_split
-        ):  # the prepared scale does not include the units of operands
+        # The prepared scale does not include the units of operands.
+        if kernel_logits.precision.is_split:
             log2_scale = kernel_logits.log2_scale()
 
         def try_out(block: Block, config: TileConfig) -> None:
@@ -308,7 +307,7 @@ class TritonTiles(TileBackend):
             run = functools.partial(try_out, kernel_logits.trial_block(*most))
             what = f"{kernel}, {kernel_logits.precision}, width {width}"
             choose = functools.partial(fastest, configs, run, device)
-            self._tuned[key] = chosen_once(configs, what, device, choose)
+            self._tuned[key] = cached_choice(configs, what, device, choose)
         return self._tuned[key]
 
 
