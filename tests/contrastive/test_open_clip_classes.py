@@ -44,7 +44,9 @@ def with_gradients(loss: Tensor, features: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("b", [64, 70])
 @pytest.mark.parametrize("options", [{}, {"cache_labels": True, "rank": 0, "world_size": 1}])
-def test_chunk_size_and_dist_impl_change_no_bit_on_one_process(b: int, options: dict[str, Any]) -> None:
+def test_chunk_size_and_dist_impl_change_no_bit_on_one_process(
+    b: int, options: dict[str, Any]
+) -> None:
     features = leaves(b)
     plain = with_gradients(SigmoidContrastiveLoss()(*features, SCALE, BIAS), features)
     doubles = [x.detach().double().requires_grad_() for x in features]
@@ -86,9 +88,7 @@ def test_output_dict_has_one_entry_that_ends_in_loss(
         ),
     ],
 )
-def test_values_unknown_to_open_clip_raise(
-    arguments: dict[str, Any], said: str
-) -> None:
+def test_values_unknown_to_open_clip_raise(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SigLipLoss(**arguments)
 

@@ -94,7 +94,9 @@ def test_sigmoid_loss_raises_for_softmax_arguments() -> None:
         ({"false_negatives": "absolute", "margin": "0.1"}, "must be a finite number"),
     ],
 )
-def test_error_for_invalid_constructor_argument_lists_accepted_values(setup: dict[str, Any], said: str) -> None:
+def test_error_for_invalid_constructor_argument_lists_accepted_values(
+    setup: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         ContrastiveLoss(**setup)
 

@@ -100,9 +100,7 @@ class PeakBytes(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("b", [512, 2048])
-def test_memory_is_the_workspace_plus_a_linear_part(
-    b: int, dtype: torch.dtype
-) -> None:
+def test_memory_is_the_workspace_plus_a_linear_part(b: int, dtype: torch.dtype) -> None:
     width, workspace = 64, 2**20
     image, text = (torch.randn(b, width, dtype=dtype, requires_grad=True) for _ in range(2))
     with visible(), PeakBytes() as bytes_made:

@@ -144,7 +144,9 @@ def test_check_gives_the_failing_gradient_of_other_torch_optimizers(
 
 
 @pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED)
-def test_guard_raises_for_half_parameters_whose_optimizer_cannot_use_fp32_states(make: Make) -> None:
+def test_guard_raises_for_half_parameters_whose_optimizer_cannot_use_fp32_states(
+    make: Make,
+) -> None:
     """Lightning#20619."""
     optimizer = make([half_parameter()])
     with pytest.raises(ValueError, match="torch.float16 parameter") as error:

@@ -104,9 +104,7 @@ def test_kernel_spills_no_registers(compiled: Compile, request_: Request) -> Non
 
 
 @kernels
-def test_only_aligned_blocks_are_read_in_vectors(
-    compiled: Compile, request_: Request
-) -> None:
+def test_only_aligned_blocks_are_read_in_vectors(compiled: Compile, request_: Request) -> None:
     """16 bytes a thread of what is fp32, 8 of what is half, once each; the rest is masked."""
     kernel = compiled(request_)
     is_step, has_residual = request_ in STEPS, request_.write_back == "kahan"

@@ -66,9 +66,7 @@ def test_damaged_choice_is_replaced(folder: Path, content: str) -> None:
     assert [*folder.iterdir()] == [path]
 
 
-def test_unwritable_folder_disables_storage(
-    tmp_path: Path, folder: Path, monkeypatch: Any
-) -> None:
+def test_unwritable_folder_disables_storage(tmp_path: Path, folder: Path, monkeypatch: Any) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert take(1) == CONFIGS[1]

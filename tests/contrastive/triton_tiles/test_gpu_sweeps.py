@@ -109,7 +109,9 @@ def test_false_negatives_are_masked_as_in_float64(
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
-def test_kernels_with_and_without_stored_products_equal_float64(dtype: torch.dtype, arch: int) -> None:
+def test_kernels_with_and_without_stored_products_equal_float64(
+    dtype: torch.dtype, arch: int
+) -> None:
     if arch == 90 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the copy engine of these kernels is Hopper's")
     tiles = tiles_for(torch.device("cuda"), dtype, "triton", "fp32", 2**22)

@@ -88,7 +88,9 @@ def _vectors(b: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("b", "n", "parts"), [(1, 1, 1), (128, 128, 1), (129, 300, 3), (129, 130, 40)]
 )
-def test_pair_terms_equal_the_torch_backend(b: int, n: int, parts: int, has_terms: RowsColumns) -> None:
+def test_pair_terms_equal_the_torch_backend(
+    b: int, n: int, parts: int, has_terms: RowsColumns
+) -> None:
     row, column, pos = _vectors(b, n)
     columns = column + 30 * torch.randn(parts, n, dtype=torch.float64)
     columns[0, 11:15] = -torch.inf  # of one part, and of all with those that `_vectors` has

@@ -80,9 +80,7 @@ def _set_reference(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
 
 
 @MODES
-def test_logits_up_to_ten_thousand_have_fp32_precision(
-    dtype: torch.dtype, arch: int
-) -> None:
+def test_logits_up_to_ten_thousand_have_fp32_precision(dtype: torch.dtype, arch: int) -> None:
     rows, columns = torch.randn(130, 72).to(dtype), torch.randn(140, 72).to(dtype)
     largest = (rows.double() @ columns.double().T).abs().amax().item()
     shard, tiles = shard_of(rows, columns, 1e4 / largest), TritonTiles(arch=arch)

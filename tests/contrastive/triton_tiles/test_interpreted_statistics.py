@@ -18,9 +18,7 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore:Passed
     [(torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.float32, "bf16")],
     ids=str,
 )
-def test_statistics_equal_float64(
-    name: str, dtype: torch.dtype, tile_dtype: str
-) -> None:
+def test_statistics_equal_float64(name: str, dtype: torch.dtype, tile_dtype: str) -> None:
     image, text, scale = data(130, 210, 72, 0, dtype)
     loss_fn = LOSSES[name](backend="triton", tile_dtype=tile_dtype)
     loss, found = loss_fn(image, text, scale, BIAS, statistics=True)
@@ -31,9 +29,7 @@ def test_statistics_equal_float64(
 
 @pytest.mark.parametrize("scale", [1.0, 3e3])
 @pytest.mark.parametrize("workspace_bytes", [None, 1])
-def test_maxima_of_plain_and_recomputed_tiles(
-    scale: float, workspace_bytes: int | None
-) -> None:
+def test_maxima_of_plain_and_recomputed_tiles(scale: float, workspace_bytes: int | None) -> None:
     """At 3,000 nearly every tile has a row that is too far from the reference."""
     rows, columns = (normalize(torch.randn(count, 40), dim=1) for count in (150, 270))
     logits = scale * rows.double() @ columns.double().T

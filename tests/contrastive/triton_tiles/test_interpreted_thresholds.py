@@ -103,9 +103,7 @@ def test_log_sum_exps_exclude_masked_pairs(
 
 
 @CASES
-def test_gradients_exclude_masked_pairs(
-    dtype: torch.dtype, scale: float, guides: Guides
-) -> None:
+def test_gradients_exclude_masked_pairs(dtype: torch.dtype, scale: float, guides: Guides) -> None:
     case = Thresholded(dtype, scale, guides)
     shard = case.shard
     kept = [
