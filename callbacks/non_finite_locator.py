@@ -91,6 +91,7 @@ class NonFiniteLocator(InstabilityMonitor):
         self.max_replays = max_replays
         self.replays = 0
         self._skips = 0  # consecutive
+        self._newest_bad: int | None = None  # step of the latest search
         self._step: _Step | None = None
         self._unjudged: _Step | None = None  # until its outcome has arrived
         self._skipper = StepSkipper()
@@ -240,6 +241,11 @@ class NonFiniteLocator(InstabilityMonitor):
         scale, steps = None if step.scale is None else float(step.scale), step.optimizer_steps
         index, rank, finding = search(trainer, records, scale, steps, self.near_limit)
         facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
+        # A bad step writes NaN to parameters, which the next step finds: one alarm for both.
+        follows = finding.source == "parameter" and self._newest_bad == facts.step - 1
+        self._newest_bad = facts.step
+        if follows:
+            return
         plugin, eps = numbers_of(trainer, facts)["plugin"], _lost_epsilon(trainer, finding.dtype)
         remedy = remedy_for(finding, plugin, eps=eps, checks_gradients=self.check_gradients)
         words = (f"{cause} {finding.text}", remedy)

@@ -138,7 +138,7 @@ REMEDIES = {
     "forward nan": "Run the module in fp32 with `{plugin}(fp32_modules=['norm', '{name}'])`, or "
     "train in bf16, which holds 3.4e38, with `{plugin}(half='bf16')`.",
     "suspects": "A lower learning rate or weight decay keeps {suspects} smaller.",
-    "forward root": "Compute this in fp32, for example with `.float()` on its inputs, or train in "
+    "root": "Compute this in fp32, for example with `.float()` on its inputs, or train in "
     "bf16, which holds 3.4e38, with `{plugin}(half='bf16')`.",
     "forward wide": "Look for a division by 0, a logarithm or root of 0 or less, a softmax over a "
     "fully masked row, an overflowing exponential, or large weights. Smaller initial weights, a "
@@ -171,8 +171,10 @@ def remedy_for(
         key += " scale"
     elif key in ("forward", "backward") and not finding.is_half:  # no dtype has a larger range
         key += " wide"
-    elif key == "forward":
-        key += " root" if finding.is_root else " nan" if finding.is_nan else ""
+    elif key in ("forward", "backward") and finding.is_root:  # no module to name
+        key = "root"
+    elif key == "forward" and finding.is_nan:
+        key += " nan"
     texts = [REMEDIES.get(key, "")]
     if finding.source == "forward" and finding.suspects:
         texts.append(REMEDIES["suspects"])

@@ -131,6 +131,7 @@ def causes() -> Iterator[str]:
         ("forward", {"dtype": "float16", "suspects": ("up", "norm")}),
         ("backward", {"fitting_scale": 256.0}),
         ("backward", {"dtype": "float16"}),
+        ("backward", {"dtype": "float16", "is_root": True}),
         ("backward", {"dtype": "float32"}),
     ):
         finding = Finding(source=source, name="head", text="", **more)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Alarms name the cause once, with a remedy that removes the alarm."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,26 +99,28 @@ def test_nan_of_a_half_precision_linear_with_too_large_input_is_cured_by_fp32(ki
         assert said(after) == []
 
 
-def spoil(module: Any, step: int) -> None:
+def spoil(module: Any, step: int, layer: int = 0) -> None:
     if step == 20:
         with torch.no_grad():
-            module.network[0].weight[0, 0] = math.nan
+            module.network[layer].weight[0, 0] = math.nan
 
 
-def test_one_nan_weight_raises_one_alarm_and_the_rest_are_notes() -> None:
+# The step with a NaN in the last layer writes NaN to the first layer, too.
+@pytest.mark.parametrize("layer", [0, 2])
+def test_one_nan_weight_raises_one_alarm_and_the_rest_are_notes(layer: int) -> None:
     monitors = [
         NonFiniteLocator(),
         SpikeGuard(),
         ActivationRangeMonitor(every_n_steps=1),
         AdamStateMonitor(every_n_steps=1),
     ]
-    watch(Watched(steps=60, sabotage=spoil), monitors)
+    watch(Watched(steps=60, sabotage=partial(spoil, layer=layer)), monitors)
     (alarm,) = said(*monitors)
-    assert (alarm.step, alarm.kind, alarm.tensor) == (20, "non_finite", "network.0.weight")
+    assert (alarm.step, alarm.kind, alarm.tensor) == (20, "non_finite", f"network.{layer}.weight")
     assert "NonFiniteLocator(" not in alarm.remedy  # the run has a locator
     notes = [a for m in monitors for a in m.alarms if a.severity == "info"]
     assert {note.kind for note in notes} >= {"non_finite_loss", "activation_non_finite"}
-    assert all("`network.0.weight`" in note.remedy for note in notes)
+    assert all(f"`network.{layer}.weight`" in note.remedy for note in notes)
     assert not any("fp16" in a.remedy or "inf_clamp" in a.remedy for a in [alarm, *notes])
 
 
