@@ -59,7 +59,8 @@ class RepresentationMonitor(SamplingMonitor):
             receives.
         min_spread: Smallest spread without a warning. Warns after two samples in a row below it if
             the spread was three times as large before, or after 20 first samples below it.
-        every_n_steps: Steps between two samples; a fifth of it for the first samples.
+        every_n_steps: Steps between two samples; a fifth of it for the first samples. A low sample
+            is confirmed by the next steps.
         baseline_samples: Number of first samples.
         repeat_after_steps: Steps until the same alarm may be raised again.
 
@@ -77,7 +78,7 @@ class RepresentationMonitor(SamplingMonitor):
         *,
         modules: Sequence[str] | None = None,
         min_spread: float = 0.1,
-        every_n_steps: int = 50,
+        every_n_steps: int = 40,
         baseline_samples: int = 10,
         repeat_after_steps: int = 1000,
     ) -> None:
@@ -87,6 +88,7 @@ class RepresentationMonitor(SamplingMonitor):
         self._rule = RepresentationRule(min_spread)
         self._losses: dict[str, nn.Module] = {}
         self._towers: dict[str, nn.Module] = {}
+        self._until = -1  # last step of additional samples
         self._hooks = ExitStack()
         self._rows: dict[tuple[str, str], Tensor] = {}  # by kind and name
         self._locked: set[str] = set()  # features whose tower is frozen on purpose
@@ -113,6 +115,10 @@ class RepresentationMonitor(SamplingMonitor):
         }
         if not losses and not towers:
             rank_zero_warn(usage("no_features"))
+
+    @override
+    def is_due(self, step: int) -> bool:
+        return step <= self._until or super().is_due(step)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -195,17 +201,23 @@ class RepresentationMonitor(SamplingMonitor):
         for name in features:
             if np.isfinite(spread[name]) and np.isfinite(rank[name]):
                 verdicts += self._rule.features(name, spread[name], rank[name])
+        is_additional = facts.step <= self._until
+        if self._rule.wants_more:
+            # A sample arrives a step or two late, so the next four steps give a second sample.
+            self._until, self._rule.wants_more = facts.step + 4, False
         sketches = {
             name: _errors(row, len(sample.array))
             for name, row in features.items()
             if name not in self._locked and np.isfinite(row).all()
         }
-        verdicts += self._rule.unchanged(sketches)
+        if not is_additional:
+            verdicts += self._rule.unchanged(sketches)
         for name, (positive, negative, scale) in ((n, row[:3]) for n, row in pairs.items()):
             metrics |= {"positive_similarity": positive, "negative_similarity": negative}
             if np.isfinite(scale):
                 metrics["logit_scale"] = scale
-                verdicts += self._rule.scale(name, float(scale))
+                if not is_additional:
+                    verdicts += self._rule.scale(name, float(scale))
         metrics |= {"feature_spread": min(spread.values(), default=np.nan)}
         metrics |= {"feature_rank": min(rank.values(), default=np.nan)}
         self.history.add_column("feature_spread", facts.step, spread)

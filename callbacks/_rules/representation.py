@@ -26,6 +26,7 @@ class RepresentationRule(Learning):
     """Judges the features of each tower, and the logit scale of each loss."""
 
     min_spread: float
+    wants_more: bool = field(default=False, init=False)  # whether a low sample is unconfirmed
     _samples: dict[str, int] = field(default_factory=dict, init=False)
     # By name of the features: highest values so far, and numbers of consecutive low samples.
     _spread: dict[str, float] = field(default_factory=dict, init=False)
@@ -41,12 +42,17 @@ class RepresentationRule(Learning):
     _moved: dict[str, bool] = field(default_factory=dict, init=False)
 
     def features(self, name: str, spread: float, rank: float) -> Iterator[Verdict]:
-        """Add a sample of features, with their spread in [0, 1] and effective rank."""
+        """Add a sample of features, with their spread in [0, 1] and effective rank.
+
+        Sets `wants_more` at the first low sample, which a second one must confirm.
+        """
         samples = self._samples[name] = self._samples.get(name, 0) + 1
         highest = self._spread[name] = max(self._spread.get(name, 0.0), spread)
         low = self._low[name] = self._low.get(name, 0) + 1 if spread < self.min_spread else 0
         numbers = {"usual": highest}
-        if low >= _TWICE and spread < highest / _FALLEN:
+        has_fallen = bool(low) and spread < highest / _FALLEN
+        self.wants_more |= has_fallen and low < _TWICE
+        if has_fallen and low >= _TWICE:
             verdict = Verdict("feature_collapse", spread, self.min_spread, "error", name)
             yield replace(verdict, numbers=numbers)
             return
@@ -57,6 +63,7 @@ class RepresentationRule(Learning):
         full = self._rank[name] = max(self._rank.get(name, 0.0), rank)
         limit = full / _RANK_FALLEN
         flat = self._flat[name] = self._flat.get(name, 0) + 1 if rank < limit else 0
+        self.wants_more |= 0 < flat < _TWICE and full > _FULL
         if flat >= _TWICE and full > _FULL:
             yield Verdict("feature_rank", rank, limit, "warning", name, numbers={"usual": full})
 

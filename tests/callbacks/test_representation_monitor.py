@@ -100,6 +100,32 @@ def test_towers_in_micro_batches_are_measured_as_one_batch() -> None:
     assert curve[-1][1] == pytest.approx(positive, abs=1e-5)
 
 
+class Collapsing(Clip):
+    """Has a new batch each step; from step `collapse` on, images have nearly equal features."""
+
+    def __init__(self, collapse: int, steps: int) -> None:
+        super().__init__(ContrastiveLoss(), count=16)
+        self.collapse, self.steps = collapse, steps
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        image = self.image(batch)
+        if batch_idx >= self.collapse:
+            image = 0.007 * image + torch.ones_like(image)
+        return self.loss(F.normalize(image, dim=1), F.normalize(self.text(batch), dim=1), 10.0)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.randn(self.steps * self.count, 8), batch_size=self.count)
+
+
+@pytest.mark.parametrize("collapse", [121, 140, 159])
+def test_late_collapse_is_named_within_fifty_steps_of_the_default(collapse: int) -> None:
+    monitor = RepresentationMonitor()
+    make_trainer(callbacks=monitor).fit(Collapsing(collapse, steps=220))
+    (alarm,) = monitor.alarms
+    assert (alarm.kind, alarm.tensor) == ("feature_collapse", "loss.image_features")
+    assert collapse < alarm.step <= collapse + 50
+
+
 def test_model_without_a_known_loss_raises_a_warning() -> None:
     monitor = RepresentationMonitor()
     with pytest.warns(UserWarning, match="modules="):

@@ -173,7 +173,7 @@ FAILURES = [
     Planted(
         name="features that collapse to one direction",
         model=Pairs,
-        monitor="RepresentationMonitor", kind="feature_collapse", tensors=("image",), step=70,
+        monitor="RepresentationMonitor", kind="feature_collapse", tensors=("image",), step=57,
         advises="Check that the loss has negatives",
         cure="a loss with negatives", remedy={"has_negatives": True},
     ),
