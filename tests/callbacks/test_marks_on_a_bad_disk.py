@@ -88,7 +88,7 @@ def test_run_with_failing_checkpoints_equals_a_run_without_guard(
     (text,) = results[0][0]
     assert "could not write a checkpoint to" in text
     assert text.count(str(tmp_path)) == 1  # names no temporary file
-    assert "Training continues." in text
+    assert "Training continues" in text
 
 
 class FillsUp(PlantedModel):
