@@ -91,7 +91,7 @@ class NonFiniteLocator(InstabilityMonitor):
         self.max_replays = max_replays
         self.replays = 0
         self._skips = 0  # consecutive
-        self._newest_bad: int | None = None  # step of the latest search
+        self._newest_named: int | None = None  # latest step whose source was found
         self._step: _Step | None = None
         self._unjudged: _Step | None = None  # until its outcome has arrived
         self._skipper = StepSkipper()
@@ -102,6 +102,7 @@ class NonFiniteLocator(InstabilityMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
+        self._newest_named = None
         # Collected once, because the search visits all modules.
         self._generators = own_generators(pl_module)
         if self.action == "stop":
@@ -242,8 +243,9 @@ class NonFiniteLocator(InstabilityMonitor):
         index, rank, finding = search(trainer, records, scale, steps, self.near_limit)
         facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
         # A bad step writes NaN to parameters, which the next step finds: one alarm for both.
-        follows = finding.source == "parameter" and self._newest_bad == facts.step - 1
-        self._newest_bad = facts.step
+        follows = finding.source == "parameter" and self._newest_named == facts.step - 1
+        if finding.name:
+            self._newest_named = facts.step
         if follows:
             return
         plugin, eps = numbers_of(trainer, facts)["plugin"], _lost_epsilon(trainer, finding.dtype)

@@ -1,5 +1,7 @@
 """`NonFiniteLocator` with a finite forward and non-finite gradients."""
 
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -68,6 +70,19 @@ def test_locator_finds_non_finite_gradients_by_default(automatic: bool, action: 
     (alarm,) = locator.alarms  # the NaN weights of the next step follow from this step
     assert (alarm.step, alarm.tensor) == (0, "body.root")
     assert bool(model.weights[-1].isfinite().all()) == (action == "stop")
+
+
+def test_locator_names_the_weight_after_a_step_whose_source_was_not_found() -> None:
+    calls = itertools.count()
+
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:  # NaN in the first step, but not in its replay
+        return (out - y).mean() * (math.nan if next(calls) == 0 else 1.0)
+
+    first, second = locate(Model(loss_of=loss_of), loader=data(2)).alarms
+    assert (first.step, first.tensor) == (0, None)
+    assert second.step == 1
+    assert second.tensor is not None
+    assert second.tensor.endswith("weight")
 
 
 def test_locator_without_check_gradients_names_the_weight_and_the_argument() -> None:
