@@ -26,6 +26,7 @@
 #   OUT            output folder, relative to the root of the repository; benchmarks/results if
 #                  unset: suite.log, passed.txt, summary.md, five CSV files, meta-vit/.
 #   KERNELS        folder of compiled kernels; kernels if unset.
+#   COMMIT         commit of a copy without .git, for the log; that of the repository if unset.
 #   MAX_SECONDS    a peer whose call would take longer is left out, and all timed calls of one loss
 #                  at one size take at most that long together; 3 if unset.
 #   LIMIT_SECONDS  upper bound of every step's time limit; 530 if unset. At its limit a step is
@@ -147,7 +148,7 @@ fi
 mkdir -p "$out"
 log=$out/suite.log passed=$out/passed.txt
 touch "$passed"
-commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+commit=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 
 describe_machine() {
   date -u +"%Y-%m-%dT%H:%M:%SZ commit $commit"
