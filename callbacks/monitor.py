@@ -173,7 +173,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         cause = self.recorder.located
         if cause is not None and verdict.kind in _FOLLOWS and cause.step <= facts.step:
             numbers = {"located": cause.tensor, "located_step": cause.step, **verdict.numbers}
-            verdict = dataclasses.replace(verdict, ways=("follows",), numbers=numbers)
+            verdict = dataclasses.replace(verdict, remedies=("follows",), numbers=numbers)
             verdict, is_note = dataclasses.replace(verdict, severity="info"), True
         message, remedy = words_for(verdict, tags_of(trainer, facts), **numbers_of(trainer, facts))
         keeper = None if is_note else self.recorder.batches

@@ -86,7 +86,7 @@ class Verdict:
     tensor: str | None = None  # name of the parameter or module
     tags: tuple[str, ...] = ()  # conditions that select a sentence
     also: tuple[str, ...] = ()  # keys of sentences that are appended to the message
-    ways: tuple[str, ...] = ()  # keys of remedies, instead of the remedy of the kind
+    remedies: tuple[str, ...] = ()  # keys of remedies, instead of the remedy of the kind
     # Further fields of the sentences, by name.
     numbers: Mapping[str, Any] = field(default_factory=dict)
     words: tuple[str, str] | None = None  # message and remedy of a user's monitor

@@ -174,9 +174,9 @@ def describe(scene: GuardContext, loss: SignalVerdict, norm: SignalVerdict) -> V
     # With a loss scale, a loss spike also overflows the gradients; report the loss.
     if not norm.is_finite and not (loss.is_spike and is_scaled):
         severity: Severity = "info" if is_scaled else "error"
-        also, ways = (("scaler skips",), ("rare",)) if is_scaled else (also, ("locate", *again))
+        also, remedies = (("scaler skips",), ("rare",)) if is_scaled else (also, ("locate", *again))
         return Verdict(
-            "non_finite_gradient", norm.value, None, severity, largest, (), also, ways, numbers
+            "non_finite_gradient", norm.value, None, severity, largest, (), also, remedies, numbers
         )
     worse, kind, name = (
         (loss, "loss_spike", name) if loss.is_spike else (norm, "gradient_spike", largest)
@@ -184,32 +184,32 @@ def describe(scene: GuardContext, loss: SignalVerdict, norm: SignalVerdict) -> V
     numbers |= {"median": worse.median, "z": worse.z, "z_threshold": scene.z_threshold}
     numbers |= {"norm": norm.value, "norm_limit": norm.limit, "largest": largest}
     numbers |= {"window": scene.window_steps, "largest_norm": facts.largest_gradient_norm}
-    severity, ways = "warning", (*_ways(scene, worse, norm, numbers), *again)
+    severity, remedies = "warning", (*_remedies(scene, worse, norm, numbers), *again)
     if loss.is_spike:
         both = "norm too" if norm.is_spike else "usual norm" if norm.is_finite else "overflow too"
         also = (both, *also)
     # A spike that clipping has limited is a note.
     elif scene.action == "warn" and scene.clip_val and norm.limit >= scene.clip_val:
-        severity, also, ways = "info", ("clipped",), ("nothing",)
+        severity, also, remedies = "info", ("clipped",), ("nothing",)
         numbers["clip"] = scene.clip_val
-    return Verdict(kind, worse.value, worse.limit, severity, name, (), also, ways, numbers)
+    return Verdict(kind, worse.value, worse.limit, severity, name, (), also, remedies, numbers)
 
 
-def _ways(
+def _remedies(
     scene: GuardContext, worse: SignalVerdict, norm: SignalVerdict, numbers: dict[str, Any]
 ) -> list[str]:
     """Return keys of remedies, with values that do not affect the healthy steps of the window."""
-    ways, lr, step = [], scene.facts.lr, scene.facts.step
+    remedies, lr, step = [], scene.facts.lr, scene.facts.step
     if norm.is_spike and (not scene.clip_val or scene.clip_val > norm.highest):
-        ways.append("clip")
+        remedies.append("clip")
     is_adam = "Adam" in scene.facts.optimizer_name and scene.facts.optimizer_name != "SafeAdamW"
     if norm.is_spike and is_adam:
-        ways.append("safe adam")
+        remedies.append("safe adam")
     # A learning rate that has risen within the window is a warm-up.
     if lr and scene.first_lr is not None and lr > 1.01 * scene.first_lr:
-        ways.append("warm up")
+        remedies.append("warm up")
     # Lower the rate by the factor by which the value exceeds the limit, from 2 to 10.
     factor = min(max(worse.value / worse.limit, 2.0), 10.0) if worse.limit > 0 else 2.0
     numbers |= {"clip_val": norm.highest, "step": step, "longer": 2 * step}
     numbers["fitting_rate"] = (lr or 0) / factor
-    return ways
+    return remedies

@@ -157,7 +157,7 @@ MESSAGES = {
     "healthy steps is {median:.4g}, and the limit of {threshold:.4g} is exceeded (z = {z:.1f}, "
     "threshold {z_threshold:g}). The largest gradient is that of `{tensor}`, {largest_norm:.4g}.",
 }
-# Sentences that follow a message (`Verdict.also`), or remedies of a verdict (`Verdict.ways`).
+# Sentences that follow a message (`Verdict.also`), or its remedies (`Verdict.remedies`).
 SENTENCES = {
     "count": "There are {count} such tensors.",
     "forecast": "At this rate of growth it overflows by about step {overflow:.0f}.",
@@ -174,6 +174,7 @@ SENTENCES = {
     "norm too": "The gradient norm is {norm:.4g} and also exceeds its limit of {norm_limit:.4g}; "
     "the largest gradient is that of `{largest}`.",
     # --- what to do ------------------------------------------------------------------------------
+    "one at a time": "Try these remedies one at a time.",
     "locate": "Add `NonFiniteLocator()` to find the module at fault.",
     "clip": "Set `Trainer(gradient_clip_val={clip_val:.2g})`.",
     "safe adam": "Clip updates with `SafeAdamW(clip_update_rms=1.0)`.",

@@ -43,11 +43,14 @@ def words_for(verdict: Verdict, tags: Collection[str], **numbers: Any) -> tuple[
     holds = {*tags, *verdict.tags}
     if "fp16" in verdict.tags:  # the tensor is in fp16, whatever the precision of the run
         holds.discard("wide")
-    ways = [SENTENCES[way] for way in verdict.ways] or [_choose(REMEDIES, verdict.kind, holds)]
+    remedies = [SENTENCES[key] for key in verdict.remedies]
+    if len(remedies) > 1:
+        remedies.insert(0, SENTENCES["one at a time"])
+    remedies = remedies or [_choose(REMEDIES, verdict.kind, holds)]
     message = [_choose(MESSAGES, verdict.kind, holds), *(SENTENCES[key] for key in verdict.also)]
     if verdict.numbers.get("count", 1) > 1 and "{count" not in message[0]:
         message.append(SENTENCES["count"])
-    return " ".join(message).format(**fields), " Or: ".join(ways).format(**fields)
+    return " ".join(message).format(**fields), " ".join(remedies).format(**fields)
 
 
 def _choose(table: dict[str, str], kind: str, holds: Collection[str]) -> str:

@@ -1,12 +1,14 @@
 """The sentences of callbacks equal the reviewed ones in `golden/`."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import lightning_mp.callbacks
-from lightning_mp.callbacks._words.wording import _Number
+from lightning_mp.callbacks._rules.records import Verdict
+from lightning_mp.callbacks._words.wording import _Number, words_for
 from tests.callbacks.sentences import FILES, FOLDER
 
 
@@ -38,6 +40,17 @@ def test_callbacks_have_no_sentences_outside_words() -> None:
                 found += [f"{path.relative_to(folder)}:{call.lineno}"] * bool(texts)
     # `__init__.py` raises an error before it can import the messages.
     assert [each for each in found if not each.startswith("__init__.py")] == []
+
+
+def test_several_remedies_are_alternatives() -> None:
+    clip = "Clip updates with `SafeAdamW(clip_update_rms=1.0)`."
+    numbers = dict.fromkeys(("median", "z", "z_threshold", "window", "rate", "fitting_rate"), 1.0)
+    verdict = Verdict("loss_spike", 9.0, 3.0, numbers={**numbers, "whose": ""})
+    one = replace(verdict, remedies=("safe adam",))
+    two = replace(verdict, remedies=("safe adam", "lower rate"))
+    assert words_for(one, ())[1] == clip
+    expected = f"Try these remedies one at a time. {clip} Lower the learning rate from 1 to 1."
+    assert words_for(two, ())[1] == expected
 
 
 def test_ordinals_are_english() -> None:

@@ -111,7 +111,8 @@ def test_gradient_spike_sentence_suggests_the_highest_healthy_norm(tmp_path: Pat
     assert alarm.threshold is not None
     assert alarm.threshold > max(norms)
     assert f"limit of {alarm.threshold:.4g}" in alarm.message
-    assert f"`Trainer(gradient_clip_val={max(norms):.2g})`" in alarm.remedy
+    start = "Try these remedies one at a time. Set "
+    assert alarm.remedy.startswith(f"{start}`Trainer(gradient_clip_val={max(norms):.2g})`. ")
     assert "warm-up from 100 steps or more to 200" in alarm.remedy
     assert "Lower the learning rate from 0.000303 to " in alarm.remedy
     assert "SafeAdamW(clip_update_rms=1.0)" in alarm.remedy
