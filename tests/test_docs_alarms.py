@@ -1,4 +1,4 @@
-"""The page of metrics and alarms lists exactly those in the code."""
+"""The page of alarms lists exactly the metrics, alarms and planted failures of the code."""
 
 import ast
 import re
@@ -25,6 +25,7 @@ from lightning_mp import (
 )
 from lightning_mp.callbacks._rules.records import History
 from lightning_mp.callbacks._words.sentences import MESSAGES
+from tests.monitors.planted_failures import FAILURES
 from tests.monitors.planted_outputs import Sparse
 
 ROOT = Path(__file__).parents[1]
@@ -51,19 +52,26 @@ def _kinds() -> set[str]:
                 continue
             choices = [n.value for n in ast.walk(given[0]) if isinstance(n, ast.Constant)]
             kinds |= {c for c in choices if isinstance(c, str) and re.fullmatch(r"[a-z_]{6,}", c)}
-    return kinds - {"headroom", "underflow"}  # get what they are of before them, as in `MESSAGES`
+    return kinds - {"headroom", "underflow"}  # suffixes of the kinds in `MESSAGES`
 
 
 def test_page_lists_every_alarm_of_the_code() -> None:
-    kinds = _kinds() | {"loss_spike", "gradient_spike"}  # chosen by a condition, as
-    kinds |= {"non_finite_loss", "non_finite_gradient"}
-    # Judged by one rule, which receives the kind as an argument.
+    # Kinds that the code chooses by a condition, and kinds that a rule receives as an argument.
+    kinds = _kinds() | {"loss_spike", "gradient_spike", "non_finite_loss", "non_finite_gradient"}
     kinds |= {"attention_logit", "attention_entropy", "output_logit", "output_log_z"}
     assert {"divergence", "rewind_lost", "non_finite", "skip_rate"} < kinds
     assert _named("Alarms") == kinds
 
 
-_NONE = History()  # of callbacks that are no monitors
+def test_page_lists_every_planted_failure_with_its_step_and_remedy() -> None:
+    (table,) = re.findall(r"^\| failure \|.*\n\|---.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
+    listed = [(name, start, step, remedy) for name, start, step, _, _, remedy in rows]
+    planted = [(each.name, str(each.from_step), str(each.step), each.cure) for each in FAILURES]
+    assert listed == planted
+
+
+_NONE = History()  # for callbacks that are not monitors
 
 
 class _Keys(Logger):

@@ -1,10 +1,10 @@
 """Train planted failures under all monitors, apply each remedy, and print a table.
 
-A row has the failure, the step from which it is there, the step of the first alarm that names it,
-the alarm, and whether the run learns once its remedy is applied.
+A row contains the failure, the step at which it begins, the step and kind of the first alarm that
+names it, the tensor in the alarm, the remedy, and whether the run learns with the remedy.
 
     python -m tests.monitors.failures_table
-    python -m tests.monitors.failures_table --only "root at 0" "dead units" -j 1
+    python -m tests.monitors.failures_table --only "square root at 0" "dead units" -j 1
     python -m tests.monitors.failures_table --markdown failures.md
 """
 

@@ -18,24 +18,24 @@ ANY_MONITOR = ""
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """A failure, where and when it must be found, and the remedy that cures it.
+    """A failure, the alarm that must report it, and the remedy that cures it.
 
     Args:
-        name: Of the test.
-        model: The class of the model.
-        settings: What it fails with.
-        precision: Makes the precision plugin of the failing run.
-        monitor: The class that must find it; `ANY_MONITOR` where any may.
-        kind: Of the alarm; `None` where there are several ways to see it.
-        tensors: Names of which the alarm must have one; none for a failure of the whole.
-        from_step: The step at which the failure is planted; no monitor may say a word before.
-        step: The step at which it must be found.
-        advises: What the remedy in the alarm must hold.
-        cure: What is done about it, in words.
-        remedy: The same as settings that take the place of those above.
-        cured_precision: The same as a precision plugin, where it is one.
-        callbacks: The same as callbacks, where it is some.
-        options: The same as options of the Trainer.
+        name: Name of the failure in the table and in the test's id.
+        model: Class of the model.
+        settings: Arguments of the model in the failing run.
+        precision: Creates the precision plugin of the failing run.
+        monitor: Class that must raise the alarm; `ANY_MONITOR` accepts every class.
+        kind: Kind of the alarm; `None` accepts every kind.
+        tensors: Names that the alarm may have; an empty tuple accepts every name.
+        from_step: Step at which the failure begins; no alarm may come before it.
+        step: Step at which the alarm must come.
+        advises: Text that the remedy in the alarm must contain.
+        cure: The remedy in words.
+        remedy: The remedy as arguments of the model, which override `settings`.
+        cured_precision: Creates the precision plugin of the remedy, if it has one.
+        callbacks: Creates the callbacks of the remedy, if it has any.
+        options: The remedy as arguments of the Trainer.
     """
 
     name: str
@@ -85,19 +85,19 @@ def perceptron() -> nn.Module:
 
 
 class Fit(Learner):
-    """Fits a smooth function of 8 numbers, and can be broken in many places.
+    """Fits a smooth function of 8 numbers; its arguments can break each part of the training.
 
     Args:
-        network: What to fit.
-        steps: How long.
-        lr: The learning rate, without a warm-up.
-        optimizer: Parameters and learning rate -> optimizer.
-        schedule: Step -> factor of the learning rate.
-        corrupt: Index, inputs and targets of a batch -> those that are trained on.
-        before: Called with the model before each batch, and its index.
-        criterion: Outputs and targets -> loss.
+        network: Creates the network.
+        steps: Number of steps.
+        lr: Learning rate, without a warm-up.
+        optimizer: Creates the optimizer from parameters and learning rate.
+        schedule: Maps the step to a factor of the learning rate.
+        corrupt: Maps index, inputs and targets of a batch to inputs and targets for the training.
+        before: Called before each batch with the model and the index of the batch.
+        criterion: Maps outputs and targets to the loss.
         factor: Multiplies the loss of every batch.
-        share: Of its first losses, which its last ones must be below for a run that learned.
+        share: A run has learned if its last losses are below this share of its first losses.
     """
 
     def __init__(

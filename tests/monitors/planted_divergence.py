@@ -20,7 +20,7 @@ class Quadratic(Fit):
     """Linear regression on one batch, whose highest stable learning rate is 2 / lambda.
 
     Args:
-        times: The learning rate, relative to that.
+        times: The learning rate divided by the highest stable learning rate.
     """
 
     def __init__(self, times: float) -> None:
@@ -98,7 +98,7 @@ class Words(Fit):
         return loss
 
     def progress(self) -> tuple[float, float]:
-        """The highest loss since the change, and three times what it was before."""
+        """Return the highest loss since the change and three times the mean loss before it."""
         before = self.losses[self.CHANGE - 50 : self.CHANGE]
         return max(self.losses[self.CHANGE :]), 3 * statistics.fmean(before)
 
@@ -109,7 +109,7 @@ def mislabel(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Mislabelled(Fit):
-    """Is judged by its good batches."""
+    """Has learned if the loss of correctly labelled batches has halved."""
 
     def progress(self) -> tuple[float, float]:
         good = [x for i, x in enumerate(self.losses) if i < 150 or i % 8 != 6]
@@ -141,21 +141,21 @@ def constant(step: int) -> float:
 
 FAILURES = [
     Planted(
-        name="rate 1% above the stable one",
+        name="learning rate 1% above the stable maximum",
         model=Quadratic, settings={"times": 1.01},
         monitor="SpikeGuard", kind="divergence", step=55,
         advises="learning rate of",
         cure="half the learning rate", remedy={"times": 0.5},
     ),
     Planted(
-        name="rate at which GPT-2 does not learn",
+        name="learning rate at which GPT-2 does not learn",
         model=HotGPT2, settings={"lr": 0.3},
         monitor="SpikeGuard", kind="stalled_loss", step=95,
         advises="learning rate of",
         cure="a lower learning rate", remedy={"lr": 3e-3},
     ),
     Planted(
-        name="rate at which GPT-2 diverges in its first steps",
+        name="learning rate at which GPT-2 diverges in its first steps",
         model=HotGPT2, settings={"lr": 1.0},
         monitor="ParameterMonitor", kind="weight_growth",
         tensors=("network.transformer.wte.weight",), step=20,
@@ -163,36 +163,36 @@ FAILURES = [
         cure="a lower learning rate", remedy={"lr": 3e-3},
     ),
     Planted(
-        name="rate that rises",
+        name="rising learning rate",
         settings={"steps": 400, "schedule": rises},
         monitor="SpikeGuard", kind="divergence", from_step=60, step=295,
         advises="lower the learning rate",
-        cure="a schedule that does not rise", remedy={"schedule": constant},
+        cure="a constant learning rate", remedy={"schedule": constant},
     ),
     Planted(
         name="plateau after divergence",
         settings={"steps": 500, "schedule": rises_and_falls},
         monitor="SpikeGuard", kind="divergence", from_step=60, step=175,
         advises="lower the learning rate",
-        cure="a schedule that does not rise", remedy={"schedule": constant},
+        cure="a constant learning rate", remedy={"schedule": constant},
     ),
     Planted(
-        name="recurrent explosion",
+        name="exploding hidden state of a recurrent network",
         settings={"network": Recurrent, "lr": 0.5, "optimizer": SGD},
         monitor="NonFiniteLocator", kind="non_finite", tensors=("network.rnn",), step=4,
         advises="`gradient_clip_val`",
         cure="Trainer(gradient_clip_val=0.1)", options={"gradient_clip_val": 0.1},
     ),
     Planted(
-        name="exploding gradients in a deep network",
+        name="exploding activations of a deep network",
         settings={"network": deep, "steps": 200, "lr": 1e-2, "optimizer": SGD},
         monitor="NonFiniteLocator", kind="non_finite", tensors=("network.10",), step=1,
         advises="Smaller initial weights",
-        cure="weights that keep the scale",
+        cure="smaller initial weights",
         remedy={"network": functools.partial(deep, 2**0.5)},
     ),
     Planted(
-        name="blow-up of an embedding",
+        name="sudden growth of the gradient of an embedding",
         model=Words,
         monitor="AdamStateMonitor", kind="update_rms", tensors=("network.0.weight",),
         from_step=Words.CHANGE, step=Words.CHANGE + 3,
@@ -217,24 +217,24 @@ FAILURES = [
         monitor="AdamStateMonitor", kind="zero_run", tensors=("network.0.weight",),
         from_step=100, step=600,
         advises="put a norm before them",
-        cure="a norm before the units", remedy={"network": lambda: units(nn.LayerNorm(32))},
+        cure="a norm before the activation", remedy={"network": lambda: units(nn.LayerNorm(32))},
     ),
     Planted(
-        name="updates too small to move a weight",
+        name="updates too small to change a weight",
         settings={"lr": 1e-11},
         monitor="AdamStateMonitor", kind="update_to_weight", tensors=("network.0.weight",),
         step=20,
         advises="Raise the learning rate",
-        cure="a learning rate that moves weights", remedy={"lr": 3e-3},
+        cure="a higher learning rate", remedy={"lr": 3e-3},
     ),
     Planted(
-        name="updates below half a unit of bf16 weights",
+        name="updates below half a ULP of bf16 weights",
         precision=lambda: HalfPrecision("bf16-true"),
         settings={"lr": 1e-5, "steps": 400, "share": 0.95},
         monitor="AdamStateMonitor", kind="stagnant_weights",
         step=20,
         advises="Keep weights in fp32",
-        cure="fp32 weights, by BalancedAMP",
+        cure="BalancedAMP, which keeps fp32 weights",
         cured_precision=lambda: BalancedAMP(half="bf16"),
     ),
     Planted(

@@ -14,7 +14,7 @@ from lightning_mp import BalancedAMP, LossScaleConfig
 from lightning_mp.callbacks import SpikeGuard
 from tests.monitors.planted import Fit, Planted, perceptron
 
-STEP = 60  # of most planted failures
+STEP = 60  # step at which most planted failures begin
 
 
 class Then(nn.Module):
@@ -33,8 +33,8 @@ class Operation(nn.Module):
     """A function as a module.
 
     Args:
-        function: Inputs and a small number -> outputs.
-        small: What saves it from its weak spot.
+        function: Maps inputs and epsilon to outputs.
+        small: Epsilon that keeps outputs and gradients finite.
     """
 
     def __init__(self, function: Any, small: float = 0.0) -> None:
@@ -46,17 +46,17 @@ class Operation(nn.Module):
 
 
 def root(x: Tensor, small: float) -> Tensor:
-    """Has no derivative at 0, where the chain rule gives inf * 0."""
+    """The derivative at 0 is inf * 0 by the chain rule, which is NaN."""
     return (x.square() + small).sqrt()
 
 
 def logarithm(x: Tensor, small: float) -> Tensor:
-    """Is -inf below -104, where the sigmoid underflows."""
+    """The result is -inf for x below -104, where the sigmoid underflows."""
     return (x.sigmoid() + small).log()
 
 
 def guarded_root(x: Tensor, small: float) -> Tensor:
-    """Has finite values, but a NaN gradient through the branch that is not taken."""
+    """Values are finite, but the gradient is NaN because of the unused branch of `torch.where`."""
     inside = x.clamp(min=small) if small else x
     return torch.where(x > 0, inside.sqrt(), 0.0)
 
@@ -69,7 +69,7 @@ class Masked(nn.Module):
     """Attention over the nonzero numbers among the eight numbers of a sample.
 
     Args:
-        fill: What the logits of masked numbers are set to.
+        fill: Value of masked logits.
     """
 
     def __init__(self, fill: float = -math.inf) -> None:
@@ -109,7 +109,7 @@ def first_row(value: float) -> Any:
 
 
 def repaired(change: Any, limit: float = 10.0, last: int = STEP) -> Any:
-    """Return `at_step(change)` with non-finite and too large numbers removed."""
+    """Return `at_step(change)` with non-finite values set to 0 and others clamped."""
 
     def corrupt(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x, y = at_step(change, last)(index, x, y)
@@ -148,7 +148,7 @@ def normalized() -> nn.Module:
 
 
 class WithBatchNorm(Fit):
-    """Is judged by its loss with the running statistics."""
+    """Has learned if the loss with running statistics is at most 1.5 times the training loss."""
 
     def __init__(self, corrupt: Any, steps: int = 200) -> None:
         super().__init__(normalized, corrupt=corrupt, steps=steps)
@@ -163,7 +163,7 @@ class WithBatchNorm(Fit):
 
 
 def grow(name: str, factor: float) -> Any:
-    """Return a `before` that grows a weight before each batch."""
+    """Return a `before` that multiplies a weight by `factor` before each batch."""
 
     def before(model: Fit, index: int) -> None:
         with torch.no_grad():
@@ -184,7 +184,7 @@ class Wide(nn.Module):
 
 
 class Stream(nn.Module):
-    """Sixteen blocks that all add to a residual stream."""
+    """Sixteen blocks that add to a residual stream."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -248,7 +248,7 @@ class Attends(nn.Module):
 
 
 class Sharpened(Fit):
-    """Is judged by its largest logit; at 1000, softmax is one-hot and queries do not learn."""
+    """Has learned if the largest logit is below 1000, where the softmax is one-hot."""
 
     def __init__(self, has_norm: bool = False) -> None:
         super().__init__(functools.partial(Attends, has_norm), steps=400, before=sharpen)
@@ -265,7 +265,7 @@ def sharpen(model: Fit, index: int) -> None:
 
 FAILURES = [
     Planted(
-        name="root at 0",
+        name="square root at 0",
         settings={
             "network": lambda: Then(Operation(root)), "corrupt": at_step(first_row(0.0)),
             "before": zero_bias,
@@ -273,15 +273,15 @@ FAILURES = [
         monitor="NonFiniteLocator", kind="non_finite", tensors=("network.operation",),
         from_step=STEP, step=STEP,
         advises="torch.sqrt(x + 1e-6)",
-        cure="a small number inside of the root",
+        cure="an epsilon inside the square root",
         remedy={"network": lambda: Then(Operation(root, 1e-6))},
     ),
     Planted(
-        name="NaN in the backward of a branch that is not taken",
+        name="NaN in the backward of the unused branch of torch.where",
         settings={"network": lambda: Then(Operation(guarded_root))},
         monitor="NonFiniteLocator", kind="non_finite", tensors=("network.operation",), step=0,
         advises="add a small number inside",
-        cure="a number that is safe in both branches",
+        cure="an input that is safe for both branches",
         remedy={"network": lambda: Then(Operation(guarded_root, 1e-6))},
     ),
     Planted(
@@ -292,25 +292,25 @@ FAILURES = [
         monitor="NonFiniteLocator", kind="non_finite", tensors=("network.operation",),
         from_step=STEP, step=STEP,
         advises="logarithm",
-        cure="a small number inside of the logarithm",
+        cure="an epsilon inside the logarithm",
         remedy={"network": lambda: Then(Operation(logarithm, 1e-6))},
     ),
     Planted(
-        name="softmax of a row that is masked as a whole",
+        name="softmax of a fully masked row",
         settings={"network": attention, "corrupt": at_step(first_row(0.0)), "share": 0.95},
         monitor="NonFiniteLocator", kind="non_finite", tensors=("network.0",),
         from_step=STEP, step=STEP,
         advises="a softmax over a fully masked row",
-        cure="a finite number for masked logits",
+        cure="a finite value for masked logits",
         remedy={"network": functools.partial(attention, -1e4)},
     ),
     Planted(
-        name="deviation of a constant",
+        name="division by the standard deviation of a constant",
         settings={"network": standardized, "corrupt": at_step(first_row(1.0))},
         monitor="NonFiniteLocator", kind="non_finite", tensors=("network.0",),
         from_step=STEP, step=STEP,
         advises="division by 0",
-        cure="a small number beside the deviation",
+        cure="an epsilon added to the standard deviation",
         remedy={"network": functools.partial(standardized, 1e-6)},
     ),
     Planted(
@@ -319,7 +319,7 @@ FAILURES = [
         monitor="NonFiniteLocator", kind="non_finite", tensors=("batch[0]",),
         from_step=STEP, step=STEP,
         advises="nan_to_num",
-        cure="data without it", remedy={"corrupt": repaired(first_row(math.inf))},
+        cure="data without inf", remedy={"corrupt": repaired(first_row(math.inf))},
     ),
     Planted(
         name="NaN in a weight",
@@ -339,7 +339,7 @@ FAILURES = [
         monitor="AdamStateMonitor", kind="optimizer_state_non_finite",
         tensors=("network.2.weight",), from_step=STEP, step=STEP,
         advises="reset these states",
-        cure="new states", remedy={"before": spoil_and_reset_state},
+        cure="a reset of the optimizer's state", remedy={"before": spoil_and_reset_state},
     ),
     Planted(
         name="inf in BatchNorm's running variance",
@@ -347,7 +347,7 @@ FAILURES = [
         monitor="ActivationRangeMonitor", kind="buffer_non_finite",
         tensors=("network.1.running_var",), from_step=STEP, step=STEP,
         advises="far out of range",
-        cure="inputs within limits", remedy={"corrupt": repaired(lambda x: 1e20 * x)},
+        cure="clamped inputs", remedy={"corrupt": repaired(lambda x: 1e20 * x)},
     ),
     Planted(
         name="overflow of an activation",
@@ -356,7 +356,7 @@ FAILURES = [
         monitor="ActivationRangeMonitor", kind="activation_headroom", tensors=("network.up",),
         step=300,
         advises="fp32_modules=['norm', 'network.up']",
-        cure="fp32 for that module",
+        cure="fp32 for this module",
         cured_precision=lambda: BalancedAMP(fp32_modules=["norm", "network.up"]),
     ),
     Planted(
@@ -377,13 +377,13 @@ FAILURES = [
         cure="normalised queries and keys", remedy={"has_norm": True},
     ),
     Planted(
-        name="gradients that underflow from the first step",
+        name="underflow of gradients from the first step",
         settings={"factor": 3e-6, "optimizer": SGD, "lr": 3e3, "steps": 300, "share": 0.56},
         precision=lambda: BalancedAMP(loss_scale=1.0),
         monitor="GradientUnderflowMonitor", kind="gradient_underflow",
         tensors=("network.0.weight",), step=0,
         advises="Raise the loss scale by `LossScaleConfig(init_scale=64)`",
-        cure="that scale",
+        cure="the recommended loss scale",
         cured_precision=lambda: BalancedAMP(loss_scale=LossScaleConfig(init_scale=64.0)),
     ),
     Planted(
@@ -392,6 +392,6 @@ FAILURES = [
         precision=BalancedAMP,
         monitor="LossScaleMonitor", kind="loss_scale_floor", from_step=STEP, step=73,
         advises="values far out of range",
-        cure="inputs within limits", remedy={"corrupt": repaired(lambda x: 1e6 * x, last=200)},
+        cure="clamped inputs", remedy={"corrupt": repaired(lambda x: 1e6 * x, last=200)},
     ),
 ]  # fmt: skip

@@ -16,8 +16,8 @@ from tests.monitors.running import Learner
 class Drifts(Learner):
     """Classifies points with a term that rewards large logits, like a wrong sign in a loss.
 
-    A softmax does not see what is added to all logits, so nothing else holds log Z, by which this
-    model is judged.
+    A constant that is added to all logits does not change the softmax, so only `z_loss` limits
+    log Z. The model has learned if log Z (RMS) is below 30.
 
     Args:
         z_loss: The factor of the squared log Z in the loss.
@@ -47,9 +47,9 @@ class Drifts(Learner):
 
 
 class Narrows(Fit):
-    """Has attention that becomes one-hot while its logits stay below 50.
+    """Attention becomes one-hot while its logits stay below 50.
 
-    Judged by its entropy.
+    The model has learned if the mean entropy is above 0.1.
     """
 
     def __init__(self, has_norm: bool = False) -> None:
@@ -100,7 +100,7 @@ class Sparse(nn.Module):
 
 
 class Routed(Fit):
-    """Is judged by the share of samples of the busiest expert.
+    """Has learned if the busiest expert gets less than half of the samples.
 
     Args:
         balance: The weight of the load-balancing loss.
@@ -122,7 +122,7 @@ class Routed(Fit):
 
 
 class Halved(Pairs):
-    """Aligns two towers, one of which gets no gradient; judged by how far this tower has moved."""
+    """Aligns two towers, one of which gets no gradient; has learned if its weights moved by 10%."""
 
     def __init__(self, is_detached: bool = True) -> None:
         super().__init__(has_negatives=True, lr=3e-3)
@@ -168,14 +168,14 @@ def clamped_between_samples(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, T
 
 FAILURES = [
     Planted(
-        name="log Z of the output logits that drifts",
+        name="drift of log Z of the output logits",
         model=Drifts,
         monitor="ActivationRangeMonitor", kind="output_log_z", tensors=("training_step",), step=500,
         advises="z-loss",
         cure="a z-loss", remedy={"z_loss": 1e-2},
     ),
     Planted(
-        name="attention that narrows to one key",
+        name="attention that becomes one-hot",
         model=Narrows,
         monitor="ActivationRangeMonitor", kind="attention_entropy",
         tensors=("network.attention",), step=180,
@@ -183,7 +183,7 @@ FAILURES = [
         cure="normalised queries and keys", remedy={"has_norm": True},
     ),
     Planted(
-        name="a router that sends all to one expert",
+        name="router that sends all tokens to one expert",
         model=Routed,
         monitor="ActivationRangeMonitor", kind="expert_overloaded",
         tensors=("network[3]",), step=140,
@@ -191,7 +191,7 @@ FAILURES = [
         cure="a load-balancing loss", remedy={"balance": 0.1},
     ),
     Planted(
-        name="experts that get no tokens",
+        name="experts without tokens",
         model=Routed,
         monitor="ActivationRangeMonitor", kind="expert_dead",
         tensors=("network[0]",), step=140,
@@ -199,19 +199,19 @@ FAILURES = [
         cure="a load-balancing loss", remedy={"balance": 0.1},
     ),
     Planted(
-        name="one tower that stands still",
+        name="tower that does not change",
         model=Halved,
         monitor="RepresentationMonitor", kind="tower_unchanged", tensors=("text",), step=72,
         advises=".detach()",
-        cure="no detach", remedy={"is_detached": False},
+        cure="no `.detach()`", remedy={"is_detached": False},
     ),
     Planted(
-        name="BatchNorm's running variance off by 1e6 between two samples",
+        name="jump of BatchNorm's running variance between two samples",
         model=WithBatchNorm, settings={"corrupt": scaled_between_samples, "steps": 100},
         monitor="ActivationRangeMonitor", kind="buffer_jump",
         tensors=("network.1.running_var",), from_step=STEP, step=80,
         advises="far out of range",
-        cure="inputs within limits", remedy={"corrupt": clamped_between_samples},
+        cure="clamped inputs", remedy={"corrupt": clamped_between_samples},
     ),
     Planted(
         name="dead units in the middle of a network",
@@ -221,7 +221,7 @@ FAILURES = [
         monitor="GradientUnderflowMonitor", kind="gradient_underflow",
         tensors=("network.6.weight", "network.6.bias"), from_step=100, step=350,
         advises="if its activations have died",
-        cure="a norm before the units",
+        cure="a norm before the activation",
         remedy={"network": functools.partial(units, nn.BatchNorm1d(32, affine=False))},
     ),
 ]  # fmt: skip

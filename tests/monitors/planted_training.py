@@ -35,7 +35,7 @@ def of_copies(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
     return AdamW([p.detach().clone().requires_grad_() for p in parameters], lr=lr)
 
 
-def of_the_last(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+def of_last_layer(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
     return AdamW([*parameters][-2:], lr=lr)
 
 
@@ -61,7 +61,7 @@ def residual() -> nn.Module:
 
 
 class Bounded(Fit):
-    """Is judged by the RMS of its first weights, which is 0.2 at the start."""
+    """Has learned if the RMS of the first layer's weights, 0.2 at the start, is below 1."""
 
     def progress(self) -> tuple[float, float]:
         return float(self.network[0].weight.detach().square().mean().sqrt()), 1.0
@@ -80,7 +80,7 @@ class Pairs(Learner):
     """Aligns two towers; judged by the distance of features, 0.25 if they fill a sphere.
 
     Args:
-        has_negatives: Whether the loss has some; without, it is lowest where all features agree.
+        has_negatives: Whether the loss has negatives; otherwise equal features minimise it.
         lr: The learning rate.
     """
 
@@ -111,25 +111,25 @@ class Pairs(Learner):
 
 FAILURES = [
     Planted(
-        name="optimizer of a copied model",
+        name="optimizer with the parameters of a copied model",
         settings={"optimizer": of_copies},
         monitor="ParameterMonitor", kind="not_optimized", tensors=("network.0.weight",), step=50,
         advises="self.parameters()",
-        cure="an optimizer of the model's parameters", remedy={"optimizer": AdamW},
+        cure="an optimizer with the model's parameters", remedy={"optimizer": AdamW},
     ),
     Planted(
-        name="optimizer of the last layer alone",
-        settings={"optimizer": of_the_last, "share": 0.4},
+        name="optimizer with the parameters of the last layer only",
+        settings={"optimizer": of_last_layer, "share": 0.4},
         monitor="ParameterMonitor", kind="not_optimized", tensors=("network.0.weight",), step=50,
         advises="Pass them to an optimizer",
-        cure="an optimizer of all parameters", remedy={"optimizer": AdamW},
+        cure="an optimizer with all parameters", remedy={"optimizer": AdamW},
     ),
     Planted(
-        name="a tower behind a detach",
+        name="detached tower",
         settings={"network": Detached, "share": 0.45, "steps": 300},
         monitor="ParameterMonitor", kind="no_gradient", tensors=("network.stem.0.weight",), step=50,
         advises=".detach()",
-        cure="no detach", remedy={"network": functools.partial(Detached, False)},
+        cure="no `.detach()`", remedy={"network": functools.partial(Detached, False)},
     ),
     Planted(
         name="learning rate of 0",
@@ -137,10 +137,10 @@ FAILURES = [
         monitor="ParameterMonitor", kind="unchanged_weights", tensors=("network.0.weight",),
         step=50,
         advises="a learning rate above 0",
-        cure="a learning rate", remedy={"schedule": lambda step: 1.0},
+        cure="a learning rate above 0", remedy={"schedule": lambda step: 1.0},
     ),
     Planted(
-        name="updates below half a unit of fp32 weights",
+        name="updates below half a ULP of fp32 weights",
         settings={"optimizer": SGD, "lr": 1e-10},
         monitor="ParameterMonitor", kind="unchanged_weights", tensors=("network.0.weight",),
         step=50,
@@ -148,7 +148,7 @@ FAILURES = [
         cure="a learning rate of 0.3", remedy={"lr": 0.3},
     ),
     Planted(
-        name="gradients that vanish by layer",
+        name="vanishing gradients in a deep network",
         settings={"network": deep, "optimizer": SGD, "lr": 0.1, "share": 0.5},
         monitor="ParameterMonitor", kind="vanishing_gradients", tensors=("network.0.weight",),
         step=40,
@@ -178,12 +178,12 @@ FAILURES = [
         cure="a loss with negatives", remedy={"has_negatives": True},
     ),
     Planted(
-        name="BatchNorm's running variance far off, and finite",
+        name="jump of BatchNorm's running variance to a finite value",
         model=WithBatchNorm, settings={"corrupt": at_step(lambda x: 1e5 * x)},
         monitor="ActivationRangeMonitor", kind="buffer_jump",
         tensors=("network.1.running_var",), from_step=STEP, step=60,
         advises="far out of range",
-        cure="inputs within limits", remedy={"corrupt": repaired(lambda x: 1e5 * x)},
+        cure="clamped inputs", remedy={"corrupt": repaired(lambda x: 1e5 * x)},
     ),
     Planted(
         name="one value of 1e6 in a batch",
@@ -192,10 +192,10 @@ FAILURES = [
         monitor="NonFiniteLocator", kind="non_finite", tensors=("batch[0]",),
         from_step=STEP, step=STEP + 2,
         advises="Repair or remove such samples",
-        cure="inputs within limits", remedy={"corrupt": repaired(one_value(1e6), last=200)},
+        cure="clamped inputs", remedy={"corrupt": repaired(one_value(1e6), last=200)},
     ),
     Planted(
-        name="weights in fp16 under a plain AdamW",
+        name="fp16 weights with torch's AdamW",
         precision=lambda: HalfPrecision("16-true"),
         monitor="NonFiniteLocator", kind="non_finite", tensors=("network.0.weight",), step=1,
         advises="PureFP16",

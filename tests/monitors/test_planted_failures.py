@@ -1,4 +1,4 @@
-"""Planted failures are found in time and by name, and the remedies cure them."""
+"""Monitors report planted failures at the expected step, and the remedies cure them."""
 
 import math
 from pathlib import Path
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.slow
 # Failures with long runs, which `make sweep` tests together with all remedies.
 LONG = {
     "dead units",
-    "rate 1% above the stable one",
+    "learning rate 1% above the stable maximum",
     "slow growth of the residual stream",
     "growth of attention logits",
     "plateau after divergence",
-    "rate that rises",
-    "rate at which GPT-2 does not learn",
-    "rate at which GPT-2 diverges in its first steps",
-    "exploding gradients in a deep network",
-    "blow-up of an embedding",
+    "rising learning rate",
+    "learning rate at which GPT-2 does not learn",
+    "learning rate at which GPT-2 diverges in its first steps",
+    "exploding activations of a deep network",
+    "sudden growth of the gradient of an embedding",
     "mislabelled batches",
-    "deviation of a constant",
+    "division by the standard deviation of a constant",
 }
 
 
@@ -44,17 +44,17 @@ def param(planted: Planted) -> Any:
 def test_planted_failure_is_named_at_its_step_with_a_remedy(
     planted: Planted,
 ) -> None:
-    """Steps do not depend on rounding: they are equal without AVX, or if weights change by 1e-6."""
+    """Steps do not depend on rounding: they stay equal without AVX or if weights change by 1e-6."""
     outcome = planted.fail()
     if outcome.is_healthy:
-        pytest.fail(f"not ruined: {outcome.measured} is below {outcome.bound}")
+        pytest.fail(f"the run learned: {outcome.measured} is below {outcome.bound}")
     early = [a.message for a in outcome.alarms if a.step < planted.from_step]
     if early:
-        pytest.fail(f"said before anything was wrong: {early}")
-    said = [(a.step, a.monitor, a.kind, a.tensor) for a in outcome.alarms]
+        pytest.fail(f"alarms before the failure: {early}")
+    raised = [(a.step, a.monitor, a.kind, a.tensor) for a in outcome.alarms]
     alarm = planted.found(outcome)
-    assert alarm, f"not named: {planted.tensors}; said {said}"
-    assert alarm.step == planted.step, said
+    assert alarm, f"no alarm names {planted.tensors}; alarms: {raised}"
+    assert alarm.step == planted.step, raised
     assert planted.advises in alarm.remedy
 
 
@@ -74,7 +74,7 @@ class OnRanks(Fit):
     """Has different data on each rank, with a NaN on one rank.
 
     Args:
-        is_repaired: Whether that is taken out.
+        is_repaired: Whether the NaN is replaced by 0.
     """
 
     def __init__(self, is_repaired: bool) -> None:
@@ -116,9 +116,9 @@ def test_table_has_a_row_for_each_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "failures.md"
-    names = ["root at 0", "learning rate of 0"]
+    names = ["square root at 0", "learning rate of 0"]
     assert failures_table.main(["--only", *names, "-j", "1", "--markdown", str(path)]) == 0
     assert "2 of 2 failures named in time; 2 cured by their remedy" in capsys.readouterr().out
     rows = path.read_text().splitlines()
-    assert rows[2].startswith("| root at 0 | 60 | 60 | `non_finite` | `network.operation` |")
-    assert rows[3].endswith("| a learning rate | yes |")
+    assert rows[2].startswith("| square root at 0 | 60 | 60 | `non_finite` | `network.operation` |")
+    assert rows[3].endswith("| a learning rate above 0 | yes |")
