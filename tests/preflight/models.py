@@ -1,4 +1,4 @@
-"""Models with a planted weakness, and the runs that the preflight looks at."""
+"""Models with a planted weakness, data, plugins and Trainers for tests of the preflight."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ WIDTH, TOKENS, WORDS, ROWS = 32, 12, 40, 8
 
 
 class Cancellation(nn.Module):
-    """Loses in half what is small beside a constant."""
+    """Adding and subtracting a constant loses the low bits of the input in half precision."""
 
     def __init__(self, constant: float = 300.0) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Cancellation(nn.Module):
 
 
 class HandWrittenNorm(nn.Module):
-    """Squares pass 65504 in fp16."""
+    """The squares overflow in fp16."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * 400
@@ -36,21 +36,21 @@ class HandWrittenNorm(nn.Module):
 
 
 class Overflow(nn.Module):
-    """Its values pass 65504 in fp16."""
+    """The intermediate value overflows in fp16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * 1e5) * 1e-5
 
 
 class LostGradients(nn.Module):
-    """Its gradients are below the range of fp16 at any usual loss scale."""
+    """The intermediate gradient underflows in fp16 at any usual loss scale."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * 1e-6) * 1e6
 
 
 class Shifts(nn.Module):
-    """Adds 30 and takes it away in five modules, of which no four in fp32 are enough."""
+    """Five modules add and subtract 30; fp32 in any four of them is not enough."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Shifts(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """Scales a branch by 1e-5, and its gradients, as ConvNeXt at the start."""
+    """Scales a branch by 1e-5, like ConvNeXt at initialisation, so gradients shrink as much."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class Block(nn.Module):
     """A residual block.
 
     Args:
-        weak: Stands after the first layer.
-        dropout: Of the block's output.
+        weak: A module between the first layer and the activation.
+        dropout: Dropout probability of the output.
     """
 
     def __init__(self, weak: nn.Module | None, dropout: float) -> None:
@@ -103,8 +103,8 @@ class Words(pl.LightningModule):
     """Predicts the next word.
 
     Args:
-        weak: A name of `WEAK`, for the second of three blocks.
-        dropout: Of the blocks.
+        weak: Key of `WEAK` for the second of three blocks, or `None`.
+        dropout: Dropout probability of the blocks.
     """
 
     def __init__(self, weak: str | None = None, dropout: float = 0.1) -> None:
@@ -138,7 +138,7 @@ class Sentences(pl.LightningDataModule):
 
 
 def plugin(name: str) -> Any:
-    """Return a precision plugin."""
+    """Return the precision plugin with a name such as `"BalancedAMP fp16"`."""
     if name == "16-mixed":
         return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     kind, half = name.split()
@@ -146,6 +146,6 @@ def plugin(name: str) -> Any:
 
 
 def trainer(name: str, callbacks: Any, **kwargs: Any) -> pl.Trainer:
-    """Return a Trainer with a plugin."""
+    """Return a Trainer with the precision plugin of a name."""
     kwargs = {**QUIET, "max_steps": 4, **kwargs, "callbacks": callbacks}
     return pl.Trainer(**kwargs, plugins=plugin(name))
