@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
-from lightning_mp.gradient_cache._served.sharding import own_parameters
+from lightning_mp.gradient_cache._served.sharding import unsharded_parameters
 from lightning_mp.gradient_cache._served.towers import sharded_modules
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
@@ -87,7 +87,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
                 "`configure_model`, or pass `InfCLStrategy`, which is DDP."
             )
         # Including frozen parameters, which a callback may unfreeze later.
-        own = {id(parameter) for parameter in own_parameters(module)}
+        own = {id(parameter) for parameter in unsharded_parameters(module)}
         self._own = {name: p for name, p in module.named_parameters() if id(p) in own}
         self._average = GradientAverage()
         for parameter in self._own.values():

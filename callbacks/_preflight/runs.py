@@ -18,7 +18,7 @@ from lightning_mp.callbacks._preflight.result import Remedy
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in
 from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.callbacks._words.usage import usage
-from lightning_mp.gradient_cache._served.autograd import explore, gradients_aside
+from lightning_mp.gradient_cache._served.autograd import explore, grad_without_side_effects
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.numerics.replay_state import RngState
 from lightning_mp.precision._choice.module_selection import as_written
@@ -325,7 +325,9 @@ def _gradients(
 ) -> Sequence[Tensor | None]:
     """Return gradients without changing `.grad`, also through reentrant checkpoints."""
     is_reentrant = explore([output], 0).is_reentrant
-    return gradients_aside([output], [cotangent], inputs, is_full=is_reentrant, retain_graph=False)
+    return grad_without_side_effects(
+        [output], [cotangent], inputs, is_full=is_reentrant, retain_graph=False
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -36,7 +36,7 @@ from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, take
 from lightning_mp.gradient_cache._served.declared_names import DeclaredNames
 from lightning_mp.gradient_cache._served.outputs import Outputs
 from lightning_mp.gradient_cache._served.refusals import difference_error
-from lightning_mp.gradient_cache._served.roles import Declared, Role
+from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Role
 from lightning_mp.gradient_cache._served.sharding import set_reduction
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower, sharded_modules
 from lightning_mp.numerics.async_readback import AsyncReadback
@@ -99,7 +99,7 @@ class GradientCache:
     @takes_config(CacheConfig)
     def __init__(self, *, config: CacheConfig) -> None:
         self._config = config
-        self._declared = Declared(config.roles)
+        self._declared = DeclaredRoles(config.roles)
         self.declared = DeclaredNames(self, self._declared)
         """Checks that every name in `roles` matches something."""
         self.roles: dict[str, dict[str, dict[str, str]]] = {}
@@ -113,7 +113,7 @@ class GradientCache:
         self._known: defaultdict[tuple[str, int], dict[str, Role]] = defaultdict(dict)
         self._pending: list[tuple[TowerCall, Sequence[Tensor | None]]] = []
         self._differences = AsyncReadback()
-        self._is_waiting = False  # whether a difference has not arrived yet
+        self._has_pending_differences = False  # not yet arrived on the host
         self.calls = 0
         """Number of calls of towers so far."""
         self.micro_batch_sizes: dict[str, int] = {}
@@ -206,9 +206,11 @@ class GradientCache:
         pending, self._pending = self._pending, []
         for index, (call, cotangents) in enumerate(pending):
             # A module that a later call shares is reduced once, in the last call.
-            following = {id(part) for other, _ in pending[index + 1 :] for part in other.sharded}
+            following = {
+                id(module) for other, _ in pending[index + 1 :] for module in other.sharded
+            }
             set_reduction(call.sharded, False)
-            last = [part for part in call.sharded if id(part) not in following]
+            last = [module for module in call.sharded if id(module) not in following]
             gradients = self._replay_now(call, cotangents, last if reduce else ())
             for leaf, gradient in zip(call.trained.leaves.values(), gradients, strict=True):
                 if gradient is not None:
@@ -222,7 +224,7 @@ class GradientCache:
             RuntimeError: A replay's outputs differ from the first run's.
             ValueError: A name in `roles` matches nothing.
         """
-        self._judge(self._differences.drain())
+        self._check_differences(self._differences.drain())
         self.declared.check()
 
     def _serve(
@@ -244,10 +246,10 @@ class GradientCache:
         kwargs: dict[str, Any],
     ) -> Any:
         _check_no_transform(name)
-        if self._is_waiting:
+        if self._has_pending_differences:
             # On CUDA, differences of earlier replays are read when they have arrived.
-            self._judge(self._differences.ready())
-            self._is_waiting = len(self._differences) > 0
+            self._check_differences(self._differences.ready())
+            self._has_pending_differences = len(self._differences) > 0
         self.calls += 1
         arguments = Arguments(
             signature_of,
@@ -289,7 +291,7 @@ class GradientCache:
             "outputs": zip(outputs.names, outputs.roles, strict=True),
         }
         self.roles[name] = {
-            place: {path: str(role) for path, role in roles} for place, roles in found.items()
+            origin: {path: str(role) for path, role in roles} for origin, roles in found.items()
         }
         _log.debug("Roles in the call of the tower `%s`: %s", name, self.roles[name])
 
@@ -305,8 +307,8 @@ class GradientCache:
             rows = self.micro_batch_sizes[name]
         # Once per tower, and only if all micro-batches have one size: different sizes reveal an
         # output whose shape depends on them. Ranks with a sharded tower must all run the check.
-        is_cut = call.batch_size > rows and call.batch_size % rows == 0
-        if not is_known and (is_cut or call.sharded):
+        is_even = call.batch_size > rows and call.batch_size % rows == 0
+        if not is_known and (is_even or call.sharded):
             call.check_shapes()
         return rows
 
@@ -325,24 +327,24 @@ class GradientCache:
             replayed = call.replay(cotangents, to_reduce)
         finally:
             self._in_a_tower = was_in_a_tower
-        self._warn_of_unused(call.tower, replayed)
+        self._warn_about_unused_outputs(call.tower, replayed)
         difference, tolerance = replayed.difference, replayed.tolerance
         if difference is not None and tolerance < float("inf"):
             context = {"tower": call.tower, "tolerance": tolerance}
             if call.device.type == "cpu":  # reading the number does not wait for a device
-                self._judge([(0, difference, context)])
+                self._check_differences([(0, difference, context)])
             else:
                 self._differences.submit(0, difference, **context)
-                self._is_waiting = True
+                self._has_pending_differences = True
         return replayed.gradients
 
-    def _judge(self, arrived: Sequence[Any]) -> None:
+    def _check_differences(self, arrived: Sequence[Any]) -> None:
         for _, difference, context in arrived:
             # `not <=` instead of `>`, so that NaN counts as a difference.
             if not float(difference) <= context["tolerance"]:
                 raise difference_error(context["tower"], float(difference), context["tolerance"])
 
-    def _warn_of_unused(self, tower: str, replayed: Replayed) -> None:
+    def _warn_about_unused_outputs(self, tower: str, replayed: Replayed) -> None:
         unused = sum(replayed.unused.values())
         if unused < max(_UNUSED_BYTES, replayed.used_bytes) or tower in self._warned_towers:
             return

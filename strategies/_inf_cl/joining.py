@@ -20,11 +20,11 @@ from lightning_mp.gradient_cache._served.arguments import (
     open_tree,
     rows_of,
 )
-from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, Declared, Role, is_named
+from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, DeclaredRoles, Role, is_named
 
 __all__ = ["JoinedBatch", "field_roles", "local_ids", "open_batch"]
 
-_ROWS_AN_ID = 8  # with more rows per id, ids are class labels
+_ROWS_PER_ID = 8  # with more rows per id, ids are class labels
 _LIKELY_LABELS = 8  # fewer rows may be labels: 8 rows of 8 classes are distinct in 1 of 400
 
 
@@ -39,7 +39,7 @@ def open_batch(batch: Any) -> Tree:
     return open_tree(batch).prune(is_list_of_rows)
 
 
-def field_roles(batch: Any, declared: Declared) -> dict[str, Role]:
+def field_roles(batch: Any, declared: DeclaredRoles) -> dict[str, Role]:
     """Return the role of each field of a loader batch.
 
     An undeclared field has rows if it is as long as the declared fields, or else as most fields.
@@ -65,7 +65,7 @@ class JoinedBatch:
     """
 
     def __init__(
-        self, first: Any, count: int, roles: Mapping[str, Role], declared: Declared, pin: bool
+        self, first: Any, count: int, roles: Mapping[str, Role], declared: DeclaredRoles, pin: bool
     ) -> None:
         self._tree = open_batch(first)
         self._declared = declared
@@ -101,7 +101,7 @@ class JoinedBatch:
         self._numbering = {p for p in self._numbering if numbers_rows(p, values[p], rows)}
         self._batches += 1
         if self._batches > 1:
-            self._refuse_numbers()
+            self._check_numbering()
         for path, field in self._fields.items():
             if field.role.kind == "row numbers":
                 values[path] = self._shifted(field, values, rows)
@@ -113,7 +113,7 @@ class JoinedBatch:
         """Return the concatenated batch."""
         for field in self._fields.values():
             if field.other is not None:
-                self._refuse_different(field)
+                self._raise_for_different_values(field)
         return self._tree.rebuild([field.joined() for field in self._fields.values()])
 
     def _check_lengths(self, leaves: Sequence[Tree]) -> int:
@@ -125,8 +125,10 @@ class JoinedBatch:
             if not role.has_rows or role.kind == "row numbers":
                 continue
             length = len(leaf.value) if _has_length(leaf.value) else 0
-            is_own = role.each == 1 and self._declared.role(leaf.path, "field") is not None
-            if is_own or length in {each * role.each for each in expected}:
+            is_own = (
+                role.rows_per_sample == 1 and self._declared.role(leaf.path, "field") is not None
+            )
+            if is_own or length in {samples * role.rows_per_sample for samples in expected}:
                 continue
             raise ValueError(
                 f"Gathered `{leaf.path}` with {length} rows, but its role is {str(role)!r} and the "
@@ -138,13 +140,15 @@ class JoinedBatch:
     def _shifted(self, field: "_Field", values: Mapping[str, Any], rows: int) -> Any:
         """Return the row numbers of a loader batch with the offset of the whole batch."""
         start, count = self._rows, rows
-        if field.role.of:
-            others = (f for path, f in self._fields.items() if is_named(path, [field.role.of]))
+        if field.role.numbered_field:
+            others = (
+                f for path, f in self._fields.items() if is_named(path, [field.role.numbered_field])
+            )
             target = next((other for other in others if other.role.has_rows), None)
             if target is None:
                 raise ValueError(
                     f"Gathered `{field.path}`, declared as '{field.role}', but no field with rows "
-                    f"is named {field.role.of!r}. The fields are {list(self._fields)}."
+                    f"is named {field.role.numbered_field!r}. The fields are {list(self._fields)}."
                 )
             start, count = target.filled, len(values[target.path])
         value = values[field.path]
@@ -161,7 +165,7 @@ class JoinedBatch:
             return numbers
         return numbers.numpy() if isinstance(value, np.ndarray) else type(value)(numbers.tolist())
 
-    def _refuse_numbers(self) -> None:
+    def _check_numbering(self) -> None:
         for path in sorted(self._numbering):
             if _last(path) == "ids":
                 raise ValueError(
@@ -181,7 +185,7 @@ class JoinedBatch:
             # Only a warning, because distinct labels look like row numbers.
             warnings.warn(message, stacklevel=2)
 
-    def _refuse_different(self, field: "_Field") -> NoReturn:
+    def _raise_for_different_values(self, field: "_Field") -> NoReturn:
         lengths = self._first_lengths
         least = min(lengths.values(), default=1)
         roles = {
@@ -297,7 +301,7 @@ def numbers_rows(path: str, value: Any, rows: int) -> bool:
         return False
     count = len(numbers.unique())
     if _last(path) == "ids":
-        return bool(numbers.max() == count - 1) and count >= max(2, len(value) / _ROWS_AN_ID)
+        return bool(numbers.max() == count - 1) and count >= max(2, len(value) / _ROWS_PER_ID)
     if count != numbers.numel():
         return False
     is_each_once = len(numbers) == len(value) >= _LIKELY_LABELS
@@ -305,7 +309,7 @@ def numbers_rows(path: str, value: Any, rows: int) -> bool:
     return is_in_range and (_last(path) == "positives" or is_each_once)
 
 
-def local_ids(batch: Any, declared: Declared) -> str | None:
+def local_ids(batch: Any, declared: DeclaredRoles) -> str | None:
     """Return the name of undeclared `ids` that number rows from 0; `None` if there are none."""
     leaves = [leaf for leaf in open_batch(batch).leaves if _last(leaf.path) == "ids"]
     found = (
@@ -316,13 +320,13 @@ def local_ids(batch: Any, declared: Declared) -> str | None:
     return next(found, None)
 
 
-def _lengths(leaves: Sequence[Tree], declared: Declared) -> set[int]:
+def _lengths(leaves: Sequence[Tree], declared: DeclaredRoles) -> set[int]:
     """Return the possible numbers of rows of a loader batch."""
     lengths = set()
     for leaf in leaves:
         role = declared.role(leaf.path, "field")
         if role is not None and role.kind in ("rows", "mask") and _has_length(leaf.value):
-            lengths.add(len(leaf.value) // role.each)
+            lengths.add(len(leaf.value) // role.rows_per_sample)
     if not lengths and (rows := rows_of([leaf.value for leaf in leaves])):
         lengths.add(rows)
     return lengths

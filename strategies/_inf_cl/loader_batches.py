@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
-from lightning_mp.gradient_cache._served.roles import Declared, Role
+from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Role
 from lightning_mp.strategies._inf_cl.joining import JoinedBatch, field_roles
 from lightning_mp.strategies._inf_cl.loader_order import LoaderOrder, LoaderState, Place, sampler_of
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 def gather_batches(
     loader: Any,
     count: int,
-    declared: Declared,
+    declared: DeclaredRoles,
     *,
     pin: bool,
     epoch_batches: Callable[[], float] = lambda: math.inf,
@@ -58,7 +58,7 @@ class _Gathered:
         self,
         loader: Any,
         count: int,
-        declared: Declared,
+        declared: DeclaredRoles,
         pin: bool,
         place: Place,
         epoch_batches: Callable[[], float],

@@ -21,7 +21,7 @@ from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp._foreign import ForLightning
 from lightning_mp.contrastive._exchange.failures import CollectiveError
 from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
-from lightning_mp.gradient_cache._served.roles import Declared
+from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 from lightning_mp.strategies._inf_cl.joining import field_roles, local_ids
@@ -99,7 +99,7 @@ class ServesTowers(ForLightning, _Strategy):
             self._find_towers()  # reports a wrong name before the slow set-up
         super().setup(trainer)
         if fitting:
-            _warn_of_batch_norm(self._find_towers())  # again: set-up may replace modules
+            _warn_about_batch_norm(self._find_towers())  # again: set-up may replace modules
             context = self.precision_plugin.train_step_context
             config = replace(self._config, device=self.root_device, context=context)
             self._cache = GradientCache(**vars(config))
@@ -114,7 +114,7 @@ class ServesTowers(ForLightning, _Strategy):
         # Lightning passes the batch first, then its index and the index of the loader.
         batch = args[0] if args else next(iter(kwargs.values()), None)
         if self.world_size > 1 and not self._ids_are_checked:
-            self._warn_of_local_ids(batch)
+            self._check_local_ids(batch)
         with self._cache.serving(self.lightning_module, self.towers, batch):
             try:
                 output = super().training_step(*args, **kwargs)
@@ -124,7 +124,7 @@ class ServesTowers(ForLightning, _Strategy):
                 raise
         # "auto" chooses the size in the first call of a tower, so this logs once.
         if self._micro_batch_sizes != self._cache.micro_batch_sizes:
-            self._note_sizes(self._cache.micro_batch_sizes)
+            self._log_micro_batch_sizes(self._cache.micro_batch_sizes)
         return output
 
     @override
@@ -161,7 +161,7 @@ class ServesTowers(ForLightning, _Strategy):
         if self.loader_batches_per_step == 1 or module is None or not module.trainer.training:
             return dataloader
         pin = self.root_device.type == "cuda"
-        declared = Declared(self._config.roles)
+        declared = DeclaredRoles(self._config.roles)
         loop = module.trainer.fit_loop
         gathered = gather_batches(
             dataloader,
@@ -184,7 +184,7 @@ class ServesTowers(ForLightning, _Strategy):
         Returns:
             Roles by name, under `"arguments"` and `"outputs"` of each tower called in this run.
         """
-        fields = field_roles(batch, Declared(self._config.roles))
+        fields = field_roles(batch, DeclaredRoles(self._config.roles))
         roles = {"batch": {"fields": {path: str(role) for path, role in fields.items()}}}
         return {**({} if batch is None else roles), **(self._cache.roles if self._cache else {})}
 
@@ -204,10 +204,10 @@ class ServesTowers(ForLightning, _Strategy):
         dist.all_reduce(on_some, dist.ReduceOp.MAX)
         return on_some.bool().tolist()
 
-    def _warn_of_local_ids(self, batch: Any) -> None:
+    def _check_local_ids(self, batch: Any) -> None:
         """Warn if each rank numbers its `ids` from 0, because losses compare ids across ranks."""
         self._ids_are_checked = True
-        name = local_ids(batch, Declared(self._config.roles))
+        name = local_ids(batch, DeclaredRoles(self._config.roles))
         (differs,) = self._on_any_rank([name is None])
         if not differs:
             rank_zero_warn(
@@ -223,7 +223,7 @@ class ServesTowers(ForLightning, _Strategy):
     def _check_others(self, arguments: dict[str, Any]) -> None:
         """Raise for arguments of the base strategy that this strategy does not support."""
 
-    def _note_sizes(self, sizes: dict[str, int]) -> None:
+    def _log_micro_batch_sizes(self, sizes: dict[str, int]) -> None:
         """Store and log the sizes that `micro_batch_size="auto"` chose."""
         new = {name: rows for name, rows in sizes.items() if name not in self._micro_batch_sizes}
         self._micro_batch_sizes = dict(sizes)
@@ -263,7 +263,7 @@ class ServesTowers(ForLightning, _Strategy):
             raise MisconfigurationException(str(error)) from error
 
 
-def _warn_of_batch_norm(towers: Sequence[Tower]) -> None:
+def _warn_about_batch_norm(towers: Sequence[Tower]) -> None:
     names = [
         f"{tower.name}.{name}" if name else tower.name
         for tower in towers

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.gradient_cache._served.arguments import Arguments, open_tree, rows_of
-from lightning_mp.gradient_cache._served.roles import Declared, is_named
+from lightning_mp.gradient_cache._served.roles import DeclaredRoles, is_named
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 
@@ -94,7 +94,7 @@ def test_leaves_have_dotted_paths() -> None:
 def roles(*args: Any, declared: Any = None, **settings: Any) -> tuple[int, dict[str, bool]]:
     def tower(a: Any, b: Any = None, c: Any = None) -> None: ...
 
-    arguments = Arguments(tower, args, {}, declared=Declared(declared), **settings)
+    arguments = Arguments(tower, args, {}, declared=DeclaredRoles(declared), **settings)
     names = [arguments.name(index) for index in range(len(arguments.leaves))]
     is_cut = [role.has_rows for role in arguments.roles]
     return arguments.batch_size, dict(zip(names, is_cut, strict=True))

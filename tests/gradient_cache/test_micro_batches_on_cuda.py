@@ -34,7 +34,7 @@ def make(batch: Tensor, prefetch: int) -> MicroBatches:
         device=DEVICE,
         prefetch=prefetch,
     )
-    batches.cut(ROWS)
+    batches.split(ROWS)
     return batches
 
 

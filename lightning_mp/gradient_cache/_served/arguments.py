@@ -15,50 +15,50 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_mp._nested import open_container
-from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, Declared, Role
+from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, DeclaredRoles, Role
 
 __all__ = ["Arguments", "EarlierCalls", "Tree", "described", "is_array", "open_tree", "rows_of"]
 
 
 @dataclasses.dataclass(slots=True)
 class Tree:
-    """A nested value: a container with its parts, or a leaf.
+    """A nested value: a container with its children, or a leaf.
 
     Args:
         path: Name of the value, such as `batch.pixel_values` or `images[0]`.
         value: The value itself.
-        parts: The items of a container; `None` for a leaf.
+        children: The items of a container; `None` for a leaf.
         close: Returns a container of the same type with other items.
     """
 
     path: str
     value: Any
-    parts: "list[Tree] | None" = None
+    children: "list[Tree] | None" = None
     close: Callable[[list[Any]], Any] = list
 
     @property
     def leaves(self) -> "list[Tree]":
         """All leaves, in order."""
-        if self.parts is None:
+        if self.children is None:
             return [self]
-        return [leaf for part in self.parts for leaf in part.leaves]
+        return [leaf for child in self.children for leaf in child.leaves]
 
     def prune(self, is_leaf: "Callable[[Tree], bool]") -> "Tree":
         """Turn the containers for which `is_leaf` holds into leaves; return the tree itself."""
-        if self.parts is not None and is_leaf(self):
-            self.parts = None
-        for part in self.parts or ():
-            part.prune(is_leaf)
+        if self.children is not None and is_leaf(self):
+            self.children = None
+        for child in self.children or ():
+            child.prune(is_leaf)
         return self
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """Return containers of the same types with other leaves; the original is unchanged."""
-        return self._filled(iter(leaves))
+        return self._rebuild(iter(leaves))
 
-    def _filled(self, leaves: Iterator[Any]) -> Any:
-        if self.parts is None:
+    def _rebuild(self, leaves: Iterator[Any]) -> Any:
+        if self.children is None:
             return next(leaves)
-        return self.close([part._filled(leaves) for part in self.parts])
+        return self.close([child._rebuild(leaves) for child in self.children])
 
 
 class Arguments:
@@ -89,20 +89,20 @@ class Arguments:
         kwargs: dict[str, Any],
         *,
         constants: Collection[Tensor] = (),
-        declared: Declared | None = None,
+        declared: DeclaredRoles | None = None,
         earlier: "EarlierCalls | None" = None,
         expected: int | None = None,
     ) -> None:
         tree = open_call(_names(signature_of, len(args)), args, kwargs)
         # By identity, because `==` compares the values of tensors.
         self._constants = {id(tensor) for tensor in constants}
-        self._declared = declared or Declared({})
+        self._declared = declared or DeclaredRoles({})
         self._earlier = earlier or EarlierCalls()
-        self._fewest = 1  # smallest number of rows per sample among the declared roles
-        self.batch_size = self._find_batch_size(tree.parts or [], expected) or 0
+        self._least_rows_per_sample = 1  # among the declared roles
+        self.batch_size = self._find_batch_size(tree.children or [], expected) or 0
 
-        for part in tree.parts or ():
-            part.prune(self._has_a_thing_a_row)
+        for argument in tree.children or ():
+            argument.prune(self._has_one_item_per_row)
         self.rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
         """Returns the positional and keyword arguments with other leaves."""
         self.rebuild = tree.rebuild
@@ -135,10 +135,12 @@ class Arguments:
         parts = [f"taken {taken}: {', '.join(words[taken])}" for taken in sorted(words)]
         return "; ".join(parts) or "no arguments"
 
-    def _find_batch_size(self, parts: list[Tree], expected: int | None) -> int | None:
-        lists = [each for part in parts for each in lists_in(part)]
-        leaves = [leaf for part in parts for leaf in part.leaves if is_array(leaf.value)]
-        found = [(each, self._declared_role(each.path)) for each in [*leaves, *lists]]
+    def _find_batch_size(self, arguments: list[Tree], expected: int | None) -> int | None:
+        lists = [tree for argument in arguments for tree in lists_in(argument)]
+        leaves = [
+            leaf for argument in arguments for leaf in argument.leaves if is_array(leaf.value)
+        ]
+        found = [(tree, self._declared_role(tree.path)) for tree in [*leaves, *lists]]
         # Lists first, because a declared name of a list also matches the tensors in it.
         declared = [
             (tree.value, role)
@@ -152,23 +154,22 @@ class Arguments:
             if role is None and not self._is_constant(tree.value)
         ]
         if declared:
-            self._fewest = min(role.each for _, role in declared)
-            value, role = min(declared, key=lambda each: each[1].each)
-            rows: int = len(value) // role.each
+            value, role = min(declared, key=lambda pair: pair[1].rows_per_sample)
+            rows: int = len(value) // role.rows_per_sample
             # If only "5 rows" per image are passed, these rows are the batch of the call.
             if rows not in guessed:
-                return rows * self._fewest
-            self._fewest = 1
+                self._least_rows_per_sample = role.rows_per_sample
+                return rows * role.rows_per_sample
             return rows
         # The rows of the step take precedence: the first tensor may be a prompt or class weights.
         if expected is not None and expected in guessed:
             return expected
         return guessed[0] if guessed else None
 
-    def _has_a_thing_a_row(self, tree: Tree) -> bool:
+    def _has_one_item_per_row(self, tree: Tree) -> bool:
         """Return whether a list has one item per row and is not a collection of batches."""
         role = self._declared_role(tree.path) or ROWS
-        rows = self.batch_size * role.each // self._fewest
+        rows = self.batch_size * role.rows_per_sample // self._least_rows_per_sample
         if type(tree.value) not in (list, tuple) or len(tree.value) != rows:
             return False
         # A list of B tensors with B rows each is a collection of batches.
@@ -193,14 +194,15 @@ class Arguments:
         return ROWS
 
     def _declared_role(self, path: str) -> Role | None:
-        return self._declared.role(path, "argument") if self._declared.words else None
+        return self._declared.role(path, "argument") if self._declared.texts else None
 
     def _checked(self, path: str, value: Any, role: Role) -> Role:
         """Return a declared role relative to the rows of this call."""
         if not role.has_rows:
             return role
-        role = dataclasses.replace(role, each=role.each // self._fewest)
-        if len(value) != role.each * self.batch_size:
+        rows_per_sample = role.rows_per_sample // self._least_rows_per_sample
+        role = dataclasses.replace(role, rows_per_sample=rows_per_sample)
+        if len(value) != rows_per_sample * self.batch_size:
             raise ValueError(
                 f"Passed `{path}`, {described(value)}, which is declared as {str(role)!r}, to a "
                 f"tower called with {self.batch_size} rows. Correct it in `roles`."
@@ -248,18 +250,18 @@ class EarlierCalls:
             ValueError: An earlier call split an array of this length because it had as many rows.
         """
         length = len(value)
-        is_alike = length == batch_size
+        has_batch_length = length == batch_size
         # Arrays of length 1 are broadcast.
-        if length > 1 and length in self._lengths.get((path, not is_alike), ()):
-            if is_alike:
+        if length > 1 and length in self._lengths.get((path, not has_batch_length), ()):
+            if has_batch_length:
                 return False
             raise ValueError(
                 f"Passed `{path}` of shape {list(value.shape)} to a tower called with {batch_size} "
                 f"rows. An earlier call with {length} rows split it with the batch. Declare its "
                 f"role: `roles={{{path!r}: 'whole'}}`, or 'rows' if it has one item per row."
             )
-        self._lengths.setdefault((path, is_alike), set()).add(length)
-        return is_alike
+        self._lengths.setdefault((path, has_batch_length), set()).add(length)
+        return has_batch_length
 
 
 def rows_of(batch: Any) -> int | None:
@@ -300,7 +302,7 @@ def lists_in(tree: Tree) -> list[Tree]:
     is_plain = type(tree.value) in (list, tuple)
     if is_plain and not any(isinstance(x, (list, tuple)) for x in tree.value):
         return [tree]
-    return [found for part in tree.parts or () for found in lists_in(part)]
+    return [found for child in tree.children or () for found in lists_in(child)]
 
 
 def is_array(value: Any) -> bool:
@@ -313,11 +315,11 @@ def open_tree(value: Any, path: str = "") -> Tree:
     if opened is None:
         return Tree(path, value)
     steps, items, close = opened
-    parts = [
+    children = [
         open_tree(item, f"{path}{step}" if path else step.lstrip("."))
         for step, item in zip(steps, items, strict=True)
     ]
-    return Tree(path, value, parts, close)
+    return Tree(path, value, children, close)
 
 
 def open_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:

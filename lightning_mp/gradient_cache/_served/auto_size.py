@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp._nested import tensors_in
-from lightning_mp.gradient_cache._served.sharding import least_of_ranks
+from lightning_mp.gradient_cache._served.sharding import min_over_ranks
 
 if TYPE_CHECKING:
     from lightning_mp.gradient_cache._served.call import TowerCall
@@ -65,7 +65,7 @@ def find_micro_batch_size(
         gradients = sum(_bytes(x) for x in call.trained.parameters)
         rows = _by_budget(call, (activation_bytes or CPU_BYTES) + gradients)
     # All ranks raise together, or ranks with enough memory would wait for the others.
-    (least,) = least_of_ranks([rows], call.device)
+    (least,) = min_over_ranks([rows], call.device)
     if least < 1:
         raise RuntimeError(
             "Passed `micro_batch_size='auto'`, but some rank has too little memory for "
@@ -80,8 +80,8 @@ def _by_doubling(call: "TowerCall", trained: Iterable[Tensor]) -> int:
     if not _fits(call, rows):
         return 0
     # The reserve may be an overestimate, so the first probe runs without it.
-    with _held(_reserve(call, trained), call.device) as is_held:
-        while is_held and _fits(call, rows):
+    with _reserved(_reserve(call, trained), call.device) as is_reserved:
+        while is_reserved and _fits(call, rows):
             fitting = rows
             if rows == call.batch_size:
                 break
@@ -94,7 +94,7 @@ def _by_budget(call: "TowerCall", limit: int) -> int:
     """Return the number of rows whose peak stays within `limit`; a probe may exceed it twofold."""
     most, device = call.batch_size, call.device
     if call.sharded:  # equal on all ranks, because ranks gather layers together
-        (most,) = least_of_ranks([most], device)
+        (most,) = min_over_ranks([most], device)
     # If the first probe exceeds the limit, the chord starts at 0 rows and 0 bytes.
     before, rows = (0, 0), min(_FIRST_ROWS, most)
     while True:
@@ -102,7 +102,7 @@ def _by_budget(call: "TowerCall", limit: int) -> int:
         fits = peak <= limit
         if call.sharded:
             # If one rank stopped alone, the others would wait in their next probe.
-            fits = bool(least_of_ranks([int(fits)], device)[0])
+            fits = bool(min_over_ranks([int(fits)], device)[0])
         if not fits or rows == most:
             break
         before, rows = (rows, peak), min(2 * rows, most)
@@ -136,10 +136,10 @@ def _fits(call: "TowerCall", rows: int) -> bool:
 
 
 @contextmanager
-def _held(size: int, device: torch.device) -> Iterator[bool]:
+def _reserved(size: int, device: torch.device) -> Iterator[bool]:
     """Hold `size` bytes of memory; yield whether they were available."""
     try:
-        place = torch.empty(size, dtype=torch.uint8, device=device)
+        placeholder = torch.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
@@ -148,7 +148,7 @@ def _held(size: int, device: torch.device) -> Iterator[bool]:
     try:
         yield True
     finally:
-        del place
+        del placeholder
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

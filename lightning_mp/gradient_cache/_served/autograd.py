@@ -7,9 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GradientSums", "Trained", "attach", "explore", "for_hooks", "gradients_aside"]
+__all__ = [
+    "GradientSums",
+    "Trained",
+    "attach",
+    "explore",
+    "grad_without_side_effects",
+    "zeros_for_hooks",
+]
 
-_TWICE = (
+_NO_SECOND_DERIVATIVE = (
     "Called a second derivative through a tower whose gradients are cached. A replay keeps no "
     "graph, so only first derivatives exist. For a gradient penalty leave the tower out of "
     "`towers`, or compute the penalty from the features."
@@ -70,11 +77,11 @@ class Trained:
     Args:
         tower: Name of the tower, for messages.
         module: Module whose parameters count as trained if the graph hides its leaves.
-        own: Identities of the parameters that are not sharded; `None` if the tower is not sharded.
+        unsharded: Identities of the parameters that are not sharded; `None` if no parameter is.
     """
 
-    def __init__(self, tower: str, module: nn.Module | None, own: set[int] | None) -> None:
-        self._tower, self._module, self._own = tower, module, own
+    def __init__(self, tower: str, module: nn.Module | None, unsharded: set[int] | None) -> None:
+        self._tower, self._module, self._unsharded = tower, module, unsharded
         self.leaves: dict[int, Tensor] = {}
         self.is_reentrant = False
         self.goes_outside = False
@@ -82,7 +89,7 @@ class Trained:
 
     def fresh(self) -> "Trained":
         """Return an empty object for the same tower."""
-        return Trained(self._tower, self._module, self._own)
+        return Trained(self._tower, self._module, self._unsharded)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -104,17 +111,19 @@ class Trained:
         if graph.is_reentrant:
             # Reentrant checkpoints hide leaves, so any parameter may be trained.
             leaves.update({id(p): p for p in self.parameters})
-        self.leaves.update(self.not_gathered(leaves))
+        self.leaves.update(self._summed_here(leaves))
         self.is_reentrant |= graph.is_reentrant
         self.goes_outside |= graph.goes_outside
         return frozenset(leaves)
 
-    def not_gathered(self, leaves: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _summed_here(self, leaves: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return the leaves whose gradients are summed here: all except those gathered by FSDP."""
         return {
             key: leaf
             for key, leaf in leaves.items()
-            if self._own is None or key in self._own or not isinstance(leaf, nn.Parameter)
+            if self._unsharded is None
+            or key in self._unsharded
+            or not isinstance(leaf, nn.Parameter)
         }
 
     def gradients(
@@ -139,11 +148,11 @@ class Trained:
                 "inside `torch.func.functional_call`, and do not swap its parameters while its "
                 "gradients are cached."
             )
-        return gradients_aside(
+        return grad_without_side_effects(
             roots,
             cotangents,
             [*inputs, *self.leaves.values()],
-            is_full=self.is_reentrant or self._own is not None,
+            is_full=self.is_reentrant or self._unsharded is not None,
             retain_graph=self.goes_outside,
         )
 
@@ -157,12 +166,12 @@ class GradientSums:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._sums: list[Tensor | None] = [None] * len(tensors)
         self._dtypes: list[torch.dtype] = [tensor.dtype for tensor in tensors]
-        self._is_own = [False] * len(tensors)
+        self._is_copy = [False] * len(tensors)
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one micro-batch."""
-        into, what = [], []
+        sums, addends = [], []
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -172,16 +181,16 @@ class GradientSums:
                 self._sums[index] = (
                     gradient  # not ours: autograd may return one tensor for two inputs
                 )
-            elif not self._is_own[index] or total.is_sparse or gradient.is_sparse:
+            elif not self._is_copy[index] or total.is_sparse or gradient.is_sparse:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 self._sums[index] = total.to(wide) + gradient
-                self._is_own[index] = True
+                self._is_copy[index] = True
             else:
-                into.append(total)
-                what.append(gradient)
-        if into:
+                sums.append(total)
+                addends.append(gradient)
+        if sums:
             # One launch for the hundreds of parameters of an encoder.
-            torch._foreach_add_(into, what)
+            torch._foreach_add_(sums, addends)
 
     def totals(self) -> list[Tensor | None]:
         """Return the sums, in the dtype of the gradients."""
@@ -191,7 +200,7 @@ class GradientSums:
         ]
 
 
-def gradients_aside(
+def grad_without_side_effects(
     roots: Sequence[Tensor],
     cotangents: Sequence[Tensor],
     inputs: Sequence[Tensor],
@@ -242,7 +251,7 @@ def hooks_disabled(tensors: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(kept)
 
 
-def for_hooks(leaves: list[Tensor], totals: list[Tensor | None]) -> list[Tensor | None]:
+def zeros_for_hooks(leaves: list[Tensor], totals: list[Tensor | None]) -> list[Tensor | None]:
     """Replace missing gradients of leaves with hooks by zeros, as hooks do not accept `None`."""
     return [
         torch.zeros_like(leaf) if total is None and leaf._backward_hooks else total
@@ -285,8 +294,8 @@ def attach(
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, what: tuple[Any, list[Tensor], Any], *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.replay, outputs, constant = what
+    def forward(ctx: Any, call: tuple[Any, list[Tensor], Any], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.replay, outputs, constant = call
         # Without this, unused outputs would get zeros, and the replay would differentiate them.
         ctx.set_materialize_grads(False)
         # As after a plain call: labels and masks get no gradients.
@@ -319,4 +328,4 @@ class _RaiseInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        raise RuntimeError(_TWICE)
+        raise RuntimeError(_NO_SECOND_DERIVATIVE)

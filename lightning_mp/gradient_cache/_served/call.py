@@ -14,7 +14,7 @@ from lightning_mp.gradient_cache._served.arguments import Arguments
 from lightning_mp.gradient_cache._served.autograd import (
     GradientSums,
     Trained,
-    for_hooks,
+    zeros_for_hooks,
 )
 from lightning_mp.gradient_cache._served.config import CacheConfig
 from lightning_mp.gradient_cache._served.micro_batches import MicroBatches, WrittenError
@@ -24,12 +24,12 @@ from lightning_mp.gradient_cache._served.outputs import (
     check_no_tangents,
     rounding_noise,
 )
-from lightning_mp.gradient_cache._served.roles import Declared, Role
+from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Role
 from lightning_mp.gradient_cache._served.row_shapes import check_row_shapes
 from lightning_mp.gradient_cache._served.sharding import (
-    agree_on_parts,
-    own_parameters,
+    agree_on_micro_batches,
     set_reduction,
+    unsharded_parameters,
 )
 from lightning_mp.numerics.replay_state import (
     AutocastState,
@@ -55,12 +55,15 @@ class Replayed(NamedTuple):
     used_bytes: int
 
 
-class _Part(NamedTuple):
-    """The initial state of the replay of one micro-batch, and the sketches of its outputs."""
+class _FirstRun(NamedTuple):
+    """The facts of a micro-batch's first run that its replay needs."""
 
     rng: RngState
-    leaves: frozenset[int]
+    """State of the generators before the run."""
+    trained: frozenset[int]
+    """Identities of the leaves that the micro-batch trains."""
     sketches: list[Sketch]
+    """Sketches of the outputs."""
 
 
 class TowerCall:
@@ -85,7 +88,7 @@ class TowerCall:
         module: nn.Module | None,
         sharded: list[Any],
         arguments: Arguments,
-        declared: Declared,
+        declared: DeclaredRoles,
         known: dict[str, Role],
     ) -> None:
         self._config, self.tower, self.sharded = config, tower, sharded
@@ -102,7 +105,7 @@ class TowerCall:
         self.outputs = Outputs(tower, arguments, declared, known)
         check_no_tangents(tower, tensors)
         device = None if config.device is None else torch.device(config.device)
-        self._batches = MicroBatches(
+        self._micro_batches = MicroBatches(
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             arguments.roles,
             batch_size=self.batch_size,
@@ -114,11 +117,13 @@ class TowerCall:
         autocast = AutocastState(self.device.type)
         self._autocast, self._autocast_dtypes = autocast.entered(), autocast.dtypes
         self._buffers = BufferState(module)
-        self._parts: list[_Part] = []
+        self._first_runs: list[_FirstRun] = []
         self._versions: dict[int, int] = {}
         self._bytes: list[int] = []
-        own = {id(p) for p in own_parameters(module)} if module is not None and sharded else None
-        self.trained = Trained(tower, module, own)
+        unsharded = None
+        if module is not None and sharded:
+            unsharded = {id(p) for p in unsharded_parameters(module)}
+        self.trained = Trained(tower, module, unsharded)
         if sharded and self.inputs:
             raise RuntimeError(
                 f"Called the sharded tower `{tower}` with `{arguments.name(self._with_grad[0])}`, "
@@ -136,7 +141,7 @@ class TowerCall:
         with undisturbed(self.device, self._module):
             trained = self.trained.fresh()
             trained.begin()
-            samples = self._batches.samples(rows)
+            samples = self._micro_batches.samples(rows)
             returned, inputs = self._run(samples[0])
             outputs = self.outputs.open(returned, slice(0, rows)).tensors
             size = sum(x.numel() * x.element_size() for x in outputs) // rows
@@ -151,7 +156,7 @@ class TowerCall:
     def check_shapes(self) -> None:
         """Raise if the row shape of an output depends on the number of rows."""
         with undisturbed(self.device, self._module):
-            check_row_shapes(lambda n: self._run(self._batches.repeated(n))[0], self.outputs)
+            check_row_shapes(lambda n: self._run(self._micro_batches.repeated(n))[0], self.outputs)
 
     def run(self, micro_batch_size: int) -> list[Tensor]:
         """Run every micro-batch, and return the outputs of the whole batch.
@@ -159,14 +164,16 @@ class TowerCall:
         Each micro-batch builds a graph as in its replay, so that torch chooses the same kernels and
         the graph shows which tensors train. The graph is freed at once.
         """
-        parts = None
+        count = None
         if self.sharded:
-            parts = agree_on_parts(self.tower, self.batch_size, micro_batch_size, self.device)
+            count = agree_on_micro_batches(
+                self.tower, self.batch_size, micro_batch_size, self.device
+            )
         self.trained.begin()
-        self._batches.cut(micro_batch_size, parts)
+        self._micro_batches.split(micro_batch_size, count)
         try:
-            for rows, leaves in self._batches.first_run():
-                inputs = self._batches.for_grad(leaves)
+            for rows, leaves in self._micro_batches.first_run():
+                inputs = self._micro_batches.for_grad(leaves)
                 args, kwargs = self._arguments.rebuild(leaves)
                 self._buffers.restore(keep_grown=True)
                 rng = RngState(self.device, self._module)
@@ -174,11 +181,13 @@ class TowerCall:
                     returned = self._function(*args, **kwargs)
                 self._buffers.collect(rows.stop - rows.start)
                 opened = self.outputs.open(returned, rows)
-                lengths = self._batches.lengths(rows) if self._batches.is_padded else None
+                lengths = (
+                    self._micro_batches.lengths(rows) if self._micro_batches.is_padded else None
+                )
                 self.outputs.add(opened, rows, lengths)
                 sketches = self.outputs.sketches(opened)
                 known = self.trained.note(opened.tensors, inputs)
-                self._parts.append(_Part(rng, known, sketches))
+                self._first_runs.append(_FirstRun(rng, known, sketches))
                 del (
                     args,
                     kwargs,
@@ -194,7 +203,8 @@ class TowerCall:
                 "instead of `x.mul_(2)`."
             ) from None
         self._buffers.commit()
-        if self.sharded and any(part.leaves - self._parts[-1].leaves for part in self._parts):
+        trained = [first_run.trained for first_run in self._first_runs]
+        if self.sharded and any(leaves - trained[-1] for leaves in trained):
             raise RuntimeError(
                 f"The sharded tower `{self.tower}` trains parameters in some micro-batches that "
                 "the last micro-batch does not train. Gradients are reduced with the last "
@@ -202,7 +212,7 @@ class TowerCall:
             )
         self._versions = {key: version_of(leaf) for key, leaf in self.trained.leaves.items()}
         # From here on only the graph holds the outputs, so that the loss can free them.
-        tensors = self.outputs.finished()
+        tensors = self.outputs.release()
         self._bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         return tensors
 
@@ -224,34 +234,38 @@ class TowerCall:
         input_grads: list[Tensor | None] = [None] * len(self.inputs)
         differences: list[Tensor] = []
         with undisturbed(self.device, self._module):
-            for (rows, leaves), part in zip(self._batches, self._parts, strict=True):
+            for (rows, leaves), first_run in zip(
+                self._micro_batches, self._first_runs, strict=True
+            ):
                 with torch.enable_grad(), self._config.context():
-                    inputs = self._batches.for_grad(leaves)
+                    inputs = self._micro_batches.for_grad(leaves)
                     args, kwargs = self._arguments.rebuild(leaves)
                     self._buffers.rewind()
-                    part.rng.restore()
+                    first_run.rng.restore()
                     with self._autocast:
                         returned = self._function(*args, **kwargs)
                 roots, grads = [], []
                 opened = self.outputs.open(returned, rows).tensors
                 for index, (tensor, cotangent, sketch) in enumerate(
-                    zip(opened, cotangents, part.sketches, strict=True)
+                    zip(opened, cotangents, first_run.sketches, strict=True)
                 ):
                     if cotangent is not None and tensor.requires_grad:
                         differences.append(sketch.difference(tensor))
                         roots.append(tensor)
-                        grads.append(self.outputs.share(index, cotangent, rows, tensor))
+                        grads.append(
+                            self.outputs.micro_batch_cotangent(index, cotangent, rows, tensor)
+                        )
                 del args, kwargs, returned, opened
                 if not roots:
                     continue
                 # Gradients are reduced once, when they are complete.
-                if to_reduce and part is self._parts[-1]:
+                if to_reduce and first_run is self._first_runs[-1]:
                     set_reduction(to_reduce, True)
-                gradients = self.trained.gradients(roots, grads, inputs, part.leaves)
+                gradients = self.trained.gradients(roots, grads, inputs, first_run.trained)
                 sums.add(gradients[len(inputs) :])
                 if inputs:
                     self._add_input_grads(input_grads, gradients, rows)
-        gradients = [*input_grads, *for_hooks(wanted, sums.totals())]
+        gradients = [*input_grads, *zeros_for_hooks(wanted, sums.totals())]
         return self._result(gradients, differences, cotangents)
 
     def _result(
@@ -278,7 +292,7 @@ class TowerCall:
 
     def _run(self, leaves: list[Any]) -> tuple[Any, list[Tensor]]:
         """Run the tower on leaves; return its outputs and the inputs that get gradients."""
-        inputs = self._batches.for_grad(leaves)
+        inputs = self._micro_batches.for_grad(leaves)
         args, kwargs = self._arguments.rebuild(leaves)
         with self._autocast:
             return self._function(*args, **kwargs), inputs
@@ -290,7 +304,7 @@ class TowerCall:
                 "the tower and its backward, so a replay would compute a different gradient. Call "
                 "the tower again after `optimizer.step()`, or step after the last backward."
             )
-        written = self._batches.written_since()
+        written = self._micro_batches.written_since()
         if written:
             raise RuntimeError(
                 f"The argument `{self._arguments.name(written[0])}` of the tower `{self.tower}` "
@@ -300,22 +314,22 @@ class TowerCall:
             )
 
     def _add_input_grads(
-        self, grads: list[Tensor | None], parts: Sequence[Tensor | None], rows: slice
+        self, grads: list[Tensor | None], addends: Sequence[Tensor | None], rows: slice
     ) -> None:
         """Write the gradient of a split input to its rows; add the gradient of a shared input."""
-        for place, (index, whole, part) in enumerate(
-            zip(self._with_grad, self.inputs, parts, strict=False)
+        for position, (index, whole, addend) in enumerate(
+            zip(self._with_grad, self.inputs, addends, strict=False)
         ):
-            if part is None:
+            if addend is None:
                 continue
-            grad = grads[place]
+            grad = grads[position]
             if grad is None:
-                grad = grads[place] = torch.zeros_like(whole)
+                grad = grads[position] = torch.zeros_like(whole)
             role = self._arguments.roles[index]
             if role.has_rows:
-                share = grad[role.slice(rows)]
-                if share.shape != part.shape:  # padding was cut off
-                    share = share[:, : part.shape[1]]
-                share.copy_(part)
+                own_rows = grad[role.slice(rows)]
+                if own_rows.shape != addend.shape:  # padding was cut off
+                    own_rows = own_rows[:, : addend.shape[1]]
+                own_rows.copy_(addend)
             else:
-                grad.add_(part.to(grad.device))
+                grad.add_(addend.to(grad.device))

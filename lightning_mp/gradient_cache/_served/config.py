@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, overload
 import torch
 
 from lightning_mp._arguments import Check
-from lightning_mp.gradient_cache._served.roles import Declared
+from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 
 __all__ = ["CHECKS", "CacheConfig", "takes_config"]
 
@@ -21,7 +21,7 @@ CHECKS: dict[str, Check | str] = {
     "prefetch": "[0, inf)",
     "replay_tolerance": "[0, inf]",
     "roles": Check(
-        test=lambda roles: Declared(roles) is not None, words="a mapping of names to roles"
+        test=lambda roles: DeclaredRoles(roles) is not None, words="a mapping of names to roles"
     ),
 }
 """Checks of the arguments beyond their annotations."""

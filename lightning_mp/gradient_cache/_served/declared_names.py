@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from lightning_mp._arguments import nearest, refuse_values
-from lightning_mp.gradient_cache._served.roles import Declared, Place, is_named
+from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Origin, is_named
 
 __all__ = ["DeclaredNames"]
 
-_WORDS: dict[Place, str] = {
+_DESCRIPTIONS: dict[Origin, str] = {
     "argument": "argument of a tower that was called",
     "output": "output of a tower that was called",
     "field": "field of the batch",
@@ -25,20 +25,20 @@ class DeclaredNames:
         declared: The declared roles.
     """
 
-    def __init__(self, owner: object, declared: Declared) -> None:
+    def __init__(self, owner: object, declared: DeclaredRoles) -> None:
         self.owner = owner
         self.agree: Callable[[list[bool]], list[bool]] = list
         """Returns which facts hold on any rank, so that all ranks raise together."""
         self._declared = declared
-        self.is_open = bool(declared.words)
+        self.is_open = bool(declared.texts)
         """Whether the names have not been checked yet."""
         self._called: set[str] = set()
         # A dict keeps the order of the calls, for messages.
-        self._paths: dict[Place, dict[str, None]] = {"argument": {}, "output": {}, "field": {}}
+        self._paths: dict[Origin, dict[str, None]] = {"argument": {}, "output": {}, "field": {}}
 
-    def note(self, place: Place, paths: Iterable[str]) -> None:
+    def note(self, origin: Origin, paths: Iterable[str]) -> None:
         """Record the names of arguments, outputs or fields."""
-        self._paths[place].update(dict.fromkeys(paths))
+        self._paths[origin].update(dict.fromkeys(paths))
 
     def note_call(self, tower: str, signature_of: Callable[..., Any]) -> None:
         """Record a called tower and the parameters of its signature."""
@@ -55,7 +55,7 @@ class DeclaredNames:
         """
         if not self.is_open:
             return
-        names = list(self._declared.words)
+        names = list(self._declared.texts)
         found = [any(is_named(path, [name]) for path in self._known(name)) for name in names]
         facts = self.agree([*found, *(tower in self._called for tower in towers)])
         if not all(facts[len(found) :]) or not self._called:
@@ -67,12 +67,14 @@ class DeclaredNames:
         name = missing[0]
         known = self._known(name)
         near = nearest(name, known)
-        places = " and no ".join(_WORDS[place] for place in self._declared.places(name))
+        missing_origins = " and no ".join(
+            _DESCRIPTIONS[origin] for origin in self._declared.origins(name)
+        )
         refuse_values(
             self.owner,
-            f"No {places} is named {name!r}. "
+            f"No {missing_origins} is named {name!r}. "
             + (f"Did you mean {near!r}?" if near else f"The names are {known}."),
-            roles={name: self._declared.words[name] for name in missing},
+            roles={name: self._declared.texts[name] for name in missing},
         )
 
     def close(self) -> None:
@@ -80,5 +82,5 @@ class DeclaredNames:
         self.is_open = False
 
     def _known(self, name: str) -> list[str]:
-        places = self._declared.places(name)
-        return list(dict.fromkeys(path for place in places for path in self._paths[place]))
+        origins = self._declared.origins(name)
+        return list(dict.fromkeys(path for origin in origins for path in self._paths[origin]))

@@ -67,29 +67,31 @@ class MicroBatches:
         ]
         self._versions = self._count_writes()
         # The function writes to the caller's memory only if nothing is copied to another device.
-        self._suspects = {
+        self._maybe_written = {
             index
             for index, leaf in enumerate(self._leaves)
             if roles[index].has_rows
             and isinstance(leaf, Tensor)
             and (device is None or device.type == leaf.device.type)
         }
-        self._kept: dict[tuple[int, int], Tensor] = {}
+        # Clones of rows from before a write, by leaf and first row.
+        self._unwritten: dict[tuple[int, int], Tensor] = {}
         self._row_lengths = _row_lengths(self._leaves, roles, batch_size)
         self.is_padded = bool(self._row_lengths)
         """Whether masks give the lengths of rows."""
 
-    def cut(self, rows: int, parts: int | None = None) -> None:
+    def split(self, rows: int, count: int | None = None) -> None:
         """Set the micro-batches; before this call, the whole batch is one micro-batch.
 
         Args:
             rows: Rows per micro-batch; the last micro-batch may have fewer.
-            parts: Number of micro-batches of nearly equal size, instead of `rows`.
+            count: Number of micro-batches of nearly equal size, instead of `rows`.
         """
         # Ranks of a sharded tower need equally many micro-batches, whatever their number of rows.
-        count = parts or 1
-        even = [self.batch_size * part // count for part in range(count + 1)]
-        bounds = even if parts else [*range(0, self.batch_size, rows), self.batch_size]
+        if count is None:
+            bounds = [*range(0, self.batch_size, rows), self.batch_size]
+        else:
+            bounds = [self.batch_size * index // count for index in range(count + 1)]
         self._slices = [slice(start, stop) for start, stop in pairwise(bounds)]
 
     def __len__(self) -> int:
@@ -99,24 +101,24 @@ class MicroBatches:
         """Yield the rows and the leaves of each micro-batch, in order."""
         if self._copies_ahead():
             return self._copied_ahead(self._slices)
-        return ((rows, self._take(rows)) for rows in self._slices)
+        return ((rows, self._micro_batch_leaves(rows)) for rows in self._slices)
 
     def first_run(self) -> Iterator[tuple[slice, list[Any]]]:
         """Iterate for the first time, and clone the rows that the function writes to."""
         for rows, leaves in self:
             # Cloned before the function writes: a replay needs the original values.
-            before = {i: self._rows(i, rows).clone() for i in self._suspects}
+            before = {i: self._rows(i, rows).clone() for i in self._maybe_written}
             yield rows, leaves
             # Autograd counts in-place writes, also those through views.
             now = self._count_writes()
             written = {i for i, version in enumerate(now) if version != self._versions[i]}
             self._versions = now
             # Shared leaves, and leaves the first micro-batch did not write to, have no clone.
-            if not written <= self._suspects:
-                raise WrittenError(min(written - self._suspects))
+            if not written <= self._maybe_written:
+                raise WrittenError(min(written - self._maybe_written))
             # Later micro-batches clone only the leaves that the first micro-batch wrote to.
-            self._suspects = written
-            self._kept.update({(i, rows.start): before[i] for i in written})
+            self._maybe_written = written
+            self._unwritten.update({(i, rows.start): before[i] for i in written})
 
     def for_grad(self, leaves: list[Any]) -> list[Tensor]:
         """Give inputs that require grad a graph of their own; return the leaves of that graph."""
@@ -134,7 +136,10 @@ class MicroBatches:
         count = max(self._prefetch + 1, 2) if self._copies_ahead() else 1
         # At full length, because later rows may be longer.
         return [
-            [_copied(self._part(i, slice(0, rows), False)) for i in range(len(self._leaves))]
+            [
+                _copied(self._micro_batch_leaf(i, slice(0, rows), False))
+                for i in range(len(self._leaves))
+            ]
             for _ in range(count)
         ]
 
@@ -154,7 +159,7 @@ class MicroBatches:
             index
             for index, version in enumerate(self._versions)
             # Leaves that the function itself writes to are replayed from clones.
-            if version != now[index] and (index, 0) not in self._kept
+            if version != now[index] and (index, 0) not in self._unwritten
         ]
 
     def _count_writes(self) -> list[int]:
@@ -174,31 +179,31 @@ class MicroBatches:
             self._roles[index].has_rows and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
         )
 
-    def _take(self, rows: slice) -> list[Any]:
-        return [self._part(index, rows) for index in range(len(self._leaves))]
+    def _micro_batch_leaves(self, rows: slice) -> list[Any]:
+        return [self._micro_batch_leaf(index, rows) for index in range(len(self._leaves))]
 
     def lengths(self, rows: slice) -> dict[int, int]:
         """Map the length that a micro-batch is cut to, to the padded length of the batch."""
         return {_longest_of(of, rows): length for length, of in self._row_lengths.items()}
 
-    def _rows(self, index: int, rows: slice, is_short: bool = True) -> Any:
-        """Return rows of a leaf; if `is_short`, padding beyond the longest row is cut off."""
+    def _rows(self, index: int, rows: slice, cut_padding: bool = True) -> Any:
+        """Return rows of a leaf; if `cut_padding`, padding beyond the longest row is cut off."""
         role = self._roles[index]
-        part = self._leaves[index][rows if role.each == 1 else role.slice(rows)]
+        part = self._leaves[index][rows if role.rows_per_sample == 1 else role.slice(rows)]
         is_padded = role.padding is not None and isinstance(part, Tensor) and part.ndim > 1
-        if not is_short or not is_padded:
+        if not cut_padding or not is_padded:
             return part
         of = self._row_lengths.get(part.shape[1])
         return part if of is None else part[:, : _longest_of(of, rows)]
 
-    def _part(self, index: int, rows: slice, is_short: bool = True) -> Any:
+    def _micro_batch_leaf(self, index: int, rows: slice, cut_padding: bool = True) -> Any:
         leaf = self._leaves[index]
-        if (index, rows.start) in self._kept:
+        if (index, rows.start) in self._unwritten:
             # Cloned again, because the function will write to it again.
-            return self._kept[index, rows.start].clone()
+            return self._unwritten[index, rows.start].clone()
         if not self._roles[index].has_rows:
             return leaf
-        part = self._rows(index, rows, is_short)
+        part = self._rows(index, rows, cut_padding)
         return part.to(self._device) if isinstance(part, Tensor) and self._device else part
 
     def _copied_ahead(self, slices: list[slice]) -> Iterator[tuple[slice, list[Any]]]:
@@ -243,7 +248,7 @@ class MicroBatches:
         # The stream waits, not the host, which goes on to queue the tower's kernels.
         torch.cuda.current_stream(self._device).wait_event(copied)
         return [
-            parts[index] if index in parts else self._part(index, rows)
+            parts[index] if index in parts else self._micro_batch_leaf(index, rows)
             for index in range(len(self._leaves))
         ]
 
@@ -281,7 +286,7 @@ def _longest_of(lengths: Sequence[int], rows: slice) -> int:
 
 
 def _first_row(leaf: Any, role: Role, count: int) -> Any:
-    first = leaf[: role.each]
+    first = leaf[: role.rows_per_sample]
     if isinstance(leaf, Tensor):
         return torch.cat([first] * count)
     return np.concatenate([first] * count) if isinstance(leaf, np.ndarray) else first * count

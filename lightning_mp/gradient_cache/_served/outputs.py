@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from lightning_mp.gradient_cache._served.arguments import Arguments, Tree, described, open_tree
 from lightning_mp.gradient_cache._served.refusals import name_of, scores_error, shape_error
-from lightning_mp.gradient_cache._served.roles import ROWS, Declared, Role
+from lightning_mp.gradient_cache._served.roles import ROWS, DeclaredRoles, Role
 
 __all__ = ["Outputs", "Sketch", "check_no_tangents", "rounding_noise"]
 
@@ -39,17 +39,17 @@ class Outputs:
         self,
         tower: str,
         arguments: Arguments,
-        declared: Declared | None = None,
+        declared: DeclaredRoles | None = None,
         known: dict[str, Role] | None = None,
     ) -> None:
         self._tower = tower
         self._arguments = arguments
-        self._declared = declared or Declared({})
+        self._declared = declared or DeclaredRoles({})
         self._known = {} if known is None else known
         self._is_first_call = not self._known
         self._tree: Tree | None = None
         self._leaves: list[Tree] = []
-        self._wholes: list[Any] = []
+        self._values: list[Any] = []
         self._dtypes: list[torch.dtype] = []
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
@@ -95,7 +95,7 @@ class Outputs:
         """
         if self._tree is None:
             self._begin(opened, lengths or {})
-        if opened.names != self.names or len(opened.leaves) != len(self._wholes):
+        if opened.names != self.names or len(opened.leaves) != len(self._values):
             raise ValueError(
                 f"The tower `{self._tower}` returned {opened.names} for one micro-batch and "
                 f"{self.names} for another. A tower must return the same outputs for every "
@@ -106,7 +106,9 @@ class Outputs:
             self.needs_grad[index] |= tensor.requires_grad
             role = self.roles[index]
             if opened.roles[index] != role:
-                self._refuse(self.names[index], tensor.shape, f"{role} of the batch were expected")
+                self._raise_shape_error(
+                    self.names[index], tensor.shape, f"{role} of the batch were expected"
+                )
             part = output[_rows(role, rows)] if role.has_rows else output
             # `copy_` would silently broadcast one value over a row.
             fits = len(tensor) == len(part) if role.has_rows else True
@@ -114,13 +116,17 @@ class Outputs:
             if is_padded and fits and tensor.shape[1] <= part.shape[1]:
                 part = part[:, : tensor.shape[1]]
             if not fits or tensor.shape != part.shape:
-                self._refuse(self.names[index], tensor.shape, f"{list(part.shape)} was expected")
+                self._raise_shape_error(
+                    self.names[index], tensor.shape, f"{list(part.shape)} was expected"
+                )
             self._merge_tensor(index, part, tensor, rows)
         for index, leaf in enumerate(opened.leaves):
             if not isinstance(leaf.value, Tensor):  # tensors are copied above or left out
                 self._merge(index, leaf, rows)
 
-    def share(self, index: int, cotangent: Tensor, rows: slice, like: Tensor) -> Tensor:
+    def micro_batch_cotangent(
+        self, index: int, cotangent: Tensor, rows: slice, like: Tensor
+    ) -> Tensor:
         """Return the cotangent of a micro-batch's output.
 
         Args:
@@ -135,7 +141,7 @@ class Outputs:
             return part if part.shape == like.shape else part[:, : like.shape[1]]
         return cotangent if role.kind == "sum" else cotangent.mul(self._weight(rows))
 
-    def finished(self) -> list[Tensor]:
+    def release(self) -> list[Tensor]:
         """Release and return the tensors of the whole batch, in the dtypes of the tower."""
         tensors, self.tensors = self.tensors, []
         return [x.to(dtype) for x, dtype in zip(tensors, self._dtypes, strict=True)]
@@ -150,7 +156,7 @@ class Outputs:
         remaining = iter(tensors)
         leaves = [
             next(remaining) if self._is_kept(leaf) else None if whole is _DROPPED else whole
-            for leaf, whole in zip(self._leaves, self._wholes, strict=True)
+            for leaf, whole in zip(self._leaves, self._values, strict=True)
         ]
         return self._tree.rebuild(leaves)
 
@@ -171,9 +177,9 @@ class Outputs:
         self.needs_grad = [False] * len(self.tensors)
         # Keep the structure without the tensors of this micro-batch.
         values = [leaf.value for leaf in opened.leaves]
-        self._wholes = [_DROPPED for _ in values]
+        self._values = [_DROPPED for _ in values]
         empty = [x.new_empty(0) if isinstance(x, Tensor) else x for x in values]
-        is_open = opened.tree.parts is not None
+        is_open = opened.tree.children is not None
         self._tree, self._leaves = self._open(opened.tree.rebuild(empty) if is_open else empty[0])
 
     def _merge_tensor(self, index: int, part: Tensor, tensor: Tensor, rows: slice) -> None:
@@ -188,7 +194,7 @@ class Outputs:
         elif self._is_first_call and not torch.equal(part, tensor):
             # Only in the first call, because the comparison makes the host wait.
             expected = "a tensor equal to those of other micro-batches was expected"
-            self._refuse(self.names[index], tensor.shape, expected)
+            self._raise_shape_error(self.names[index], tensor.shape, expected)
 
     def _weight(self, rows: slice) -> float:
         weight: float = (rows.stop - rows.start) / self._arguments.batch_size
@@ -197,13 +203,13 @@ class Outputs:
     def _merge(self, index: int, leaf: Tree, rows: slice) -> None:
         value = leaf.value
         if rows.start == 0:
-            self._wholes[index] = value
+            self._values[index] = value
             return
-        whole = self._wholes[index]
+        whole = self._values[index]
         # A list with one item per row is concatenated; a list of another length is shared.
-        is_a_row_each = isinstance(value, list) and isinstance(whole, list)
-        if is_a_row_each and len(whole) == rows.start and len(value) == rows.stop - rows.start:
-            self._wholes[index] = whole + value
+        are_lists = isinstance(value, list) and isinstance(whole, list)
+        if are_lists and len(whole) == rows.start and len(value) == rows.stop - rows.start:
+            self._values[index] = whole + value
         # Identity first, because NaN is not equal to itself; `==` of arrays is an array.
         elif whole is not value and not bool(np.all(whole == value)):
             raise ValueError(
@@ -232,21 +238,23 @@ class Outputs:
         return isinstance(leaf.value, Tensor) and (role is None or role.kind != "left out")
 
     def _declared_role(self, path: str) -> Role | None:
-        return self._declared.role(path, "output") if self._declared.words else None
+        return self._declared.role(path, "output") if self._declared.texts else None
 
     def _role(self, path: str, tensor: Tensor, count: int) -> Role:
         """Return the role of an output for `count` rows."""
         role = self._declared_role(path) or self._known.get(path)
         if role is not None and not role.has_rows:
             if role.kind != "whole" and not tensor.is_floating_point():
-                self._refuse(path, tensor.shape, f"{role}s of floating-point numbers were expected")
+                self._raise_shape_error(
+                    path, tensor.shape, f"{role}s of floating-point numbers were expected"
+                )
             return role
-        each = len(tensor) // count if tensor.ndim and not len(tensor) % count else 0
-        if role is None and each:
-            return ROWS if each == 1 else Role("rows", each)
-        if role is None or each != role.each:
-            expected = count * role.each if role is not None else count
-            self._refuse(path, tensor.shape, f"{expected} rows were expected")
+        per_sample = len(tensor) // count if tensor.ndim and not len(tensor) % count else 0
+        if role is None and per_sample:
+            return ROWS if per_sample == 1 else Role("rows", per_sample)
+        if role is None or per_sample != role.rows_per_sample:
+            expected = count * role.rows_per_sample if role is not None else count
+            self._raise_shape_error(path, tensor.shape, f"{expected} rows were expected")
         return role
 
     def learn_role(self, path: str, two: Sequence[int], three: Sequence[int]) -> None:
@@ -260,14 +268,14 @@ class Outputs:
         if role is not None and not role.has_rows:
             self._known[path] = role
             return
-        each = two[0] // 2 if two and three else 0
-        if not each or [two[0], three[0]] != [2 * each, 3 * each]:
-            self._refuse(path, two, "2 rows were expected")
+        per_sample = two[0] // 2 if two and three else 0
+        if not per_sample or [two[0], three[0]] != [2 * per_sample, 3 * per_sample]:
+            self._raise_shape_error(path, two, "2 rows were expected")
         if two[1:] != three[1:]:
             raise ValueError(scores_error(self._tower, path, two, three))
-        self._known[path] = role or Role("rows", each)
+        self._known[path] = role or Role("rows", per_sample)
 
-    def _refuse(self, path: str, shape: Sequence[int], expected: str) -> NoReturn:
+    def _raise_shape_error(self, path: str, shape: Sequence[int], expected: str) -> NoReturn:
         raise ValueError(shape_error(self._tower, path, shape, expected, str(self._arguments)))
 
 
@@ -282,7 +290,7 @@ class Opened(NamedTuple):
 
 
 def _rows(role: Role, rows: slice) -> slice:
-    return rows if role.each == 1 else role.slice(rows)
+    return rows if role.rows_per_sample == 1 else role.slice(rows)
 
 
 def _allocate(like: Tensor, role: Role, rows: int, lengths: Mapping[int, int]) -> Tensor:
@@ -291,7 +299,7 @@ def _allocate(like: Tensor, role: Role, rows: int, lengths: Mapping[int, int]) -
         return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
     if not role.has_rows:
         return torch.empty_like(like)
-    shape = [rows * role.each, *like.shape[1:]]
+    shape = [rows * role.rows_per_sample, *like.shape[1:]]
     if role.padding is None or like.ndim < 2:
         return like.new_empty(shape)
     shape[1] = lengths.get(shape[1], shape[1])

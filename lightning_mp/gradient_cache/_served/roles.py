@@ -19,12 +19,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-__all__ = ["ROWS", "WHOLE", "Declared", "Role", "is_named"]
+__all__ = ["ROWS", "WHOLE", "DeclaredRoles", "Role", "is_named"]
 
 Kind = Literal["rows", "mask", "row numbers", "whole", "mean", "sum", "left out"]
-Place = Literal["argument", "output", "field"]
+Origin = Literal["argument", "output", "field"]
 
-_OF_PLACE: dict[Place, tuple[Kind, ...]] = {
+_KINDS: dict[Origin, tuple[Kind, ...]] = {
     "argument": ("rows", "mask", "row numbers", "whole"),
     "output": ("rows", "mask", "whole", "mean", "sum", "left out"),
     "field": ("rows", "mask", "row numbers", "whole"),
@@ -40,14 +40,14 @@ class Role:
 
     Args:
         kind: Kind of role, as in the table above.
-        each: Number of rows per sample of the batch.
-        of: Name of the field whose rows are numbered; `""`: the batch itself.
+        rows_per_sample: Number of rows per sample of the batch.
+        numbered_field: Name of the field whose rows are numbered; `""`: the batch itself.
         padding: Value that fills shorter rows; `None`: all rows have one shape.
     """
 
     kind: Kind
-    each: int = 1
-    of: str = ""
+    rows_per_sample: int = 1
+    numbered_field: str = ""
     padding: float | None = None
     has_rows: bool = field(init=False, compare=False)
     """Whether the first dimension holds the rows of the batch."""
@@ -69,7 +69,7 @@ class Role:
         if found := _MASK.fullmatch(text):
             return cls("mask", int(found[1] or 1), padding=0.0)
         if found := _NUMBERS.fullmatch(text):
-            return cls("row numbers", of=found[1] or "")
+            return cls("row numbers", numbered_field=found[1] or "")
         if text not in get_args(Kind):
             raise ValueError(
                 f"{text!r} is not a role. Roles are 'rows', '2 rows', 'rows padded with 0', "
@@ -80,23 +80,23 @@ class Role:
 
     def __str__(self) -> str:
         """Return the text that `parse` accepts."""
-        words: str = self.kind
-        if self.each > 1:
-            words = f"mask of {self.each} rows" if words == "mask" else f"{self.each} {words}"
-        if self.of:
-            words += f" of {self.of}"
+        text, rows = str(self.kind), self.rows_per_sample
+        if rows > 1:
+            text = f"mask of {rows} rows" if text == "mask" else f"{rows} {text}"
+        if self.numbered_field:
+            text += f" of {self.numbered_field}"
         is_padded = self.kind == "rows" and self.padding is not None
-        return f"{words} padded with {self.padding:g}" if is_padded else words
+        return f"{text} padded with {self.padding:g}" if is_padded else text
 
     def slice(self, rows: slice) -> slice:
         """Return the rows of this tensor that belong to the given rows of the batch."""
-        return slice(rows.start * self.each, rows.stop * self.each)
+        return slice(rows.start * self.rows_per_sample, rows.stop * self.rows_per_sample)
 
 
 ROWS, WHOLE = Role("rows"), Role("whole")
 
 
-class Declared:
+class DeclaredRoles:
     """The declared roles by name.
 
     Args:
@@ -107,23 +107,23 @@ class Declared:
     """
 
     def __init__(self, roles: Mapping[str, str] | None) -> None:
-        self.words = dict(roles or {})
-        self._roles = {name: Role.parse(text) for name, text in self.words.items()}
+        self.texts = dict(roles or {})
+        self._roles = {name: Role.parse(text) for name, text in self.texts.items()}
 
-    def role(self, path: str, place: Place) -> Role | None:
-        """Return the declared role of a path; `None` if there is none that fits this place."""
+    def role(self, path: str, origin: Origin) -> Role | None:
+        """Return the declared role of a path; `None` if there is none for this origin."""
         names = [
             name
             for name, role in self._roles.items()
-            if role.kind in _OF_PLACE[place] and is_named(path, [name])
+            if role.kind in _KINDS[origin] and is_named(path, [name])
         ]
         # The longest name is the most specific: `batch.lengths` before `batch`.
         return self._roles[max(names, key=len)] if names else None
 
-    def places(self, name: str) -> list[Place]:
-        """Return the places in which a declared role is possible."""
+    def origins(self, name: str) -> list[Origin]:
+        """Return the origins of tensors that can have the declared role."""
         kind = self._roles[name].kind
-        return [place for place, kinds in _OF_PLACE.items() if kind in kinds]
+        return [origin for origin, kinds in _KINDS.items() if kind in kinds]
 
 
 def is_named(path: str, names: Collection[str]) -> bool:

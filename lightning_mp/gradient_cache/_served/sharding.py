@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from lightning_mp.gradient_cache._served.towers import sharded_modules
 
-__all__ = ["agree_on_parts", "least_of_ranks", "own_parameters", "set_reduction"]
+__all__ = ["agree_on_micro_batches", "min_over_ranks", "set_reduction", "unsharded_parameters"]
 
 
-def own_parameters(module: nn.Module) -> list[Tensor]:
+def unsharded_parameters(module: nn.Module) -> list[Tensor]:
     """Return the parameters that are not sharded."""
     # Imported here, because only sharded towers need it.
     from torch.distributed.tensor import DTensor
 
-    for part in sharded_modules(module):
-        part.reshard()  # a root module leaves its parameters gathered
+    for submodule in sharded_modules(module):
+        submodule.reshard()  # a root module leaves its parameters gathered
     return [p for p in module.parameters() if not isinstance(p, DTensor)]
 
 
@@ -35,7 +35,7 @@ def set_reduction(modules: Iterable[Any], is_on: bool) -> None:
         module.set_requires_gradient_sync(is_on, recurse=False)
 
 
-def least_of_ranks(values: list[int], device: torch.device) -> list[int]:
+def min_over_ranks(values: list[int], device: torch.device) -> list[int]:
     """Return the smallest of each value over all ranks; all ranks must call this function."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return values
@@ -44,21 +44,21 @@ def least_of_ranks(values: list[int], device: torch.device) -> list[int]:
     return least.tolist()
 
 
-def agree_on_parts(tower: str, batch_size: int, rows: int, device: torch.device) -> int:
+def agree_on_micro_batches(tower: str, batch_size: int, rows: int, device: torch.device) -> int:
     """Return the number of micro-batches for all ranks: as many as the largest batch needs.
 
     Raises:
         ValueError: A rank has fewer rows than micro-batches; raised on all ranks.
     """
     # All ranks get the same numbers, so either all raise or none does, and no rank waits in a
-    # gather. The minimum of -ceil(B / rows) gives the largest number of parts.
-    negative_parts, least = least_of_ranks([batch_size // -rows, batch_size], device)
-    parts = -negative_parts
-    # With fewer rows than parts a micro-batch would be empty.
-    if parts > least:
+    # gather. The minimum of -ceil(B / rows) gives the largest count.
+    negative_count, least = min_over_ranks([batch_size // -rows, batch_size], device)
+    count = -negative_count
+    # With fewer rows than micro-batches, one would be empty.
+    if count > least:
         raise ValueError(
-            f"Passed {least} rows to the tower `{tower}` on one rank, and {parts} micro-batches of "
+            f"Passed {least} rows to the tower `{tower}` on one rank, and {count} micro-batches of "
             "rows on another rank. All ranks must run a sharded tower equally often. Use batches "
             "of similar sizes, or pass a larger `micro_batch_size`."
         )
-    return parts
+    return count

@@ -151,4 +151,4 @@ def sharded_modules(module: nn.Module | None) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if module is None or fsdp is None:
         return []
-    return [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+    return [each for each in module.modules() if isinstance(each, fsdp.FSDPModule)]
