@@ -3,7 +3,6 @@
 import copy
 import functools
 import math
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,10 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_mp.precision._choice.op_tables import GROUPS, autocast_agrees
+from lightning_mp.precision._choice.op_tables import autocast_agrees
 from lightning_mp.precision.op_policy import OpPolicy
 
 HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+
+
 FP32 = torch.float32
 
 
@@ -229,9 +230,6 @@ def test_sum_of_many_ones_is_finite_where_autocast_gives_infinity() -> None:
         assert ones.sum() == 100_000
 
 
-# --- the output of norms, CUDA -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -288,9 +286,6 @@ def test_policy_like_that_of_cuda_needs_no_function_mode_there(
         assert F.linear(x, x).dtype == torch.float16
 
 
-# --- calls that are left alone -------------------------------------------------------------------
-
-
 def test_calls_that_say_what_they_want_are_left_alone() -> None:
     policy = OpPolicy(fp32_ops=("relu", "silu", "sin"), half_ops=("cos", "log_softmax"))
     x = torch.rand(4).half()
@@ -336,68 +331,3 @@ def test_kind_of_tensor_with_its_own_answer_is_asked() -> None:
 
     with OpPolicy().context("cpu", torch.float16):
         assert F.normalize(torch.rand(2, 2).as_subclass(Answering)) == "its own"
-
-
-# --- the value -----------------------------------------------------------------------------------
-
-
-def outcome(x: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    return F.gelu(x).dtype, x.softmax(-1).dtype
-
-
-def test_policy_is_a_value() -> None:
-    policy = OpPolicy(fp32_ops=["torch.nn.functional.gelu", "aten::gelu"], half_ops=["softmax"])
-    assert policy.fp32_ops == ("gelu",)
-    for other in (
-        OpPolicy(fp32_ops=("gelu",), half_ops=("F.softmax",)),
-        pickle.loads(pickle.dumps(policy)),
-        copy.deepcopy(policy),
-    ):
-        assert other == policy
-        assert hash(other) == hash(policy)
-        with other.context("cpu", torch.float16):
-            assert outcome(torch.rand(2, 2).half()) == (FP32, torch.float16)
-    assert policy != OpPolicy()
-
-
-def test_class_of_follows_moves() -> None:
-    policy = OpPolicy(fp32_ops=("gelu",), half_ops=("softmax",))
-    names = ["gelu", "aten::_softmax", "linear", "rms_norm", "exp", "addcmul", "relu"]
-    expected = ["fp32", "half", "half", "norm", "fp32", "promote", "given"]
-    assert [policy.class_of(name) for name in names] == expected
-    assert OpPolicy().class_of("softmax") == "fp32"
-
-
-def test_describe_lists_every_op_once_with_its_reason() -> None:
-    text = OpPolicy(fp32_ops=("gelu",), half_ops=("softmax",)).describe()
-    half, rest = text.split("FP32: ")
-    assert "moved (`half_ops`)\n      softmax\n" in half
-    assert "matrix products (default, tensor cores" in half
-    assert "moved (`fp32_ops`)\n      gelu\n" in rest
-    listed = [line.strip(" ,").split(", ") for line in text.splitlines() if line[:6].isspace()]
-    expected = ["gelu", *(op for group in GROUPS for op in group.ops)]
-    assert sorted(op for line in listed for op in line) == sorted(expected)
-    assert "the output has the dtype of its input" in text
-    assert "the output has the dtype of fp32" in OpPolicy(norm_output="fp32").describe()
-    assert max(map(len, text.splitlines())) <= 100
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"fp32_ops": ("sofmax",)}, r"Passed the op 'sofmax'.* Similar names: \['softmax'"),
-        (
-            {"half_ops": "softmax"},
-            r"Passed `OpPolicy\(half_ops='softmax'\)`.*list.*`half_ops=\['softmax'\]`",
-        ),
-        ({"half_ops": (torch.softmax,)}, "half_ops=.<built-in.*such as 'softmax'"),
-        (
-            {"fp32_ops": ("exp",), "half_ops": ("torch.exp",)},
-            r"fp32_ops=\('exp',\), half_ops=\('exp',\).*Remove \['exp'\] from one",
-        ),
-        ({"norm_output": "half"}, "norm_output='half'.*must be one of 'input', 'fp32'"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        OpPolicy(**arguments)
