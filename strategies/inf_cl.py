@@ -113,7 +113,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
         return closure_loss
 
     @override
-    def _check_others(self, arguments: dict[str, Any]) -> None:
+    def _check_strategy_arguments(self, arguments: dict[str, Any]) -> None:
         if arguments.get("static_graph"):
             reason = (
                 "This strategy averages complete gradients after the backward, without the graph "

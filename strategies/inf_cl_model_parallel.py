@@ -87,10 +87,10 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
                 "`configure_model`, or pass `InfCLStrategy`, which is DDP."
             )
         # Including frozen parameters, which a callback may unfreeze later.
-        own = {id(parameter) for parameter in unsharded_parameters(module)}
-        self._own = {name: p for name, p in module.named_parameters() if id(p) in own}
+        unsharded = {id(parameter) for parameter in unsharded_parameters(module)}
+        self._unsharded = {name: p for name, p in module.named_parameters() if id(p) in unsharded}
         self._average = GradientAverage()
-        for parameter in self._own.values():
+        for parameter in self._unsharded.values():
             dist.broadcast(parameter.detach(), 0)
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_clipping(trainer)
@@ -105,7 +105,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         # a nested backward. So replays follow the backward.
         cache.finish(reduce=self._reduces)
         if self._reduces and self.world_size > 1:
-            self._average.over_ranks(self._own)
+            self._average.over_ranks(self._unsharded)
         self._reshard()
         return closure_loss
 
@@ -120,17 +120,17 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         # FSDP2 has no `no_sync`, which Lightning enters here for DDP.
         modules = sharded_modules(self.lightning_module)
         self._reduces = False
-        for part in modules:
-            part.set_requires_gradient_sync(False, recurse=False)
+        for submodule in modules:
+            submodule.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
             self._reduces = True
-            for part in modules:
-                part.set_requires_gradient_sync(True, recurse=False)
+            for submodule in modules:
+                submodule.set_requires_gradient_sync(True, recurse=False)
 
     @override
-    def _check_others(self, arguments: dict[str, Any]) -> None:
+    def _check_strategy_arguments(self, arguments: dict[str, Any]) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size"):
             size = arguments.get(name, "auto")  # LightningCLI passes 'auto'
             if size != "auto":
@@ -150,8 +150,8 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         Then `requires_grad_` and new optimizer groups would refer to gathered parameters instead of
         the shards that train.
         """
-        for part in sharded_modules(self.lightning_module):
-            part.reshard()
+        for submodule in sharded_modules(self.lightning_module):
+            submodule.reshard()
 
     def _check_clipping(self, trainer: "pl.Trainer") -> None:
         by_value = trainer.gradient_clip_algorithm == "value"
@@ -159,7 +159,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
             name
             for name, parameter in trainer.lightning_module.named_parameters()
             # torch computes the norm of shards together with single numbers, as a logit scale.
-            if parameter.numel() > 1 and parameter.requires_grad and name in self._own
+            if parameter.numel() > 1 and parameter.requires_grad and name in self._unsharded
         ]
         if trainer.gradient_clip_val and not by_value and large:
             raise MisconfigurationException(

@@ -31,7 +31,7 @@ OPTIONS = AdamWOptions(
 def gpu() -> Iterator[FakeCuda]:
     with FakeCuda() as gpu:
         yield gpu
-    for made in (adamw_tables._plans, adamw_tables._captured):
+    for made in (adamw_tables._templates, adamw_tables._captured):
         made.clear()
     triton_support.triton_problem.cache_clear()
 

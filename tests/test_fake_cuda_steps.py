@@ -22,10 +22,10 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu() -> Iterator[FakeCuda]:
-    adamw_tables._plans.clear()
+    adamw_tables._templates.clear()
     with FakeCuda() as gpu:
         yield gpu
-    adamw_tables._plans.clear()
+    adamw_tables._templates.clear()
     adamw_tables._captured.clear()
 
 

@@ -18,7 +18,7 @@ from lightning_mp._arguments import nearest
 __all__ = ["reason_of"]
 
 _UNION = "Does not validate against any of the Union subtypes"
-_PLACE = re.compile(r"""(?:Parser key "|Problem with given class_path ')(.+)["']:$""")
+_LOCATION = re.compile(r"""(?:Parser key "|Problem with given class_path ')(.+)["']:$""")
 _OPTION = re.compile(r"Option '(.+)' is not accepted")
 _UNKNOWN = re.compile(r"Expected a dot import path string: (.+)")
 # Messages about types and classes that the user did not intend.
@@ -28,7 +28,7 @@ _MAX_REASONS = 3
 
 @dataclass(frozen=True)
 class _Reason:
-    places: tuple[str, ...]  # keys and classes, from outermost to innermost
+    locations: tuple[str, ...]  # keys and classes, from outermost to innermost
     text: str
     rank: int  # 2 if it says what to change, 0 if it is noise
 
@@ -37,42 +37,44 @@ def reason_of(message: str) -> str | None:
     """Return the lines of an error that say what to change, or `None` for other errors."""
     if _UNION not in message and "Problem with given class_path" not in message:
         return None
-    found = _best(_reasons(message.strip().splitlines()))[:_MAX_REASONS]
-    return "\n".join(" -> ".join((*reason.places, reason.text)) for reason in found)
+    found = _highest_ranked(_reasons(message.strip().splitlines()))[:_MAX_REASONS]
+    return "\n".join(" -> ".join((*reason.locations, reason.text)) for reason in found)
 
 
 def _reasons(
-    lines: list[str], places: tuple[str, ...] = (), *, is_choice: bool = False
+    lines: list[str], locations: tuple[str, ...] = (), *, is_choice: bool = False
 ) -> Iterator[_Reason]:
     head = lines[0].strip()
     body = [each for each in textwrap.dedent("\n".join(lines[1:])).splitlines() if each]
     if len(body) > 1 and body[0].startswith("- Expected a path"):  # the value could also be a path
         body = [body[1].removeprefix("- "), *body[2:]]
-    place = _PLACE.match(head)
-    if place and body:
-        yield from _reasons(body, (*places, place[1]))
+    location = _LOCATION.match(head)
+    if location and body:
+        yield from _reasons(body, (*locations, location[1]))
     elif head == _UNION and "Errors:" in body:
-        items = (_reasons(item, places, is_choice=True) for item in _items(body))
-        best = _best(each for item in items for each in item)
+        items = (_reasons(item, locations, is_choice=True) for item in _errors_by_type(body))
+        best = _highest_ranked(each for item in items for each in item)
         # A value that is not one of the literals was not intended as a class name.
         least = 2 if "Literal[" in body[0] else 1
-        yield from best if best and best[0].rank >= least else [_of_no_type(body, places)]
+        yield from best if best and best[0].rank >= least else [_no_type_fits(body, locations)]
     elif option := _OPTION.match(head):
-        yield _Reason(places, head + _near_option(option[1], places), rank=2)
+        yield _Reason(locations, head + _near_option(option[1], locations), rank=2)
     elif unknown := _UNKNOWN.match(head):
-        yield _Reason(places, _no_class(unknown[1]), rank=1)
+        yield _Reason(locations, _unknown_class(unknown[1]), rank=1)
     else:
-        yield _Reason(places, _plain(head), rank=0 if is_choice and _NOISE.match(head) else 2)
+        yield _Reason(
+            locations, _short_types(head), rank=0 if is_choice and _NOISE.match(head) else 2
+        )
 
 
-def _best(reasons: Iterator[_Reason]) -> list[_Reason]:
+def _highest_ranked(reasons: Iterator[_Reason]) -> list[_Reason]:
     """Return the reasons with the highest rank, without repetitions."""
     unique = list(dict.fromkeys(reasons))
     highest = max((reason.rank for reason in unique), default=0)
     return [reason for reason in unique if reason.rank == highest]
 
 
-def _items(body: list[str]) -> Iterator[list[str]]:
+def _errors_by_type(body: list[str]) -> Iterator[list[str]]:
     """Split the errors of a union by type, without the surrounding lines."""
     # jsonargparse prints a list indented by two spaces; items may have several lines.
     start = body.index("Errors:") + 1
@@ -90,28 +92,28 @@ def _items(body: list[str]) -> Iterator[list[str]]:
         yield item
 
 
-def _of_no_type(body: list[str], places: tuple[str, ...]) -> _Reason:
+def _no_type_fits(body: list[str], locations: tuple[str, ...]) -> _Reason:
     given = next((line for line in body if line.startswith("Given value: ")), "")
-    types = _plain(body[0].removeprefix("Subtypes: "))
+    types = _short_types(body[0].removeprefix("Subtypes: "))
     value = given.removeprefix("Given value: ")
-    if places[-1:] == ("trainer.precision",) and value in lightning_mp.precision.__all__:
+    if locations[-1:] == ("trainer.precision",) and value in lightning_mp.precision.__all__:
         text = (
             f"{value} is a plugin. Pass `--trainer.plugins {value}` without `--trainer.precision`."
         )
-        return _Reason(places, text, rank=2)
+        return _Reason(locations, text, rank=2)
     text = f"Expected one of {types}. Got value: {value}"
-    return _Reason(places, text, rank=2)
+    return _Reason(locations, text, rank=2)
 
 
-def _no_class(name: str) -> str:
+def _unknown_class(name: str) -> str:
     near = nearest(name, lightning_mp.__all__)
     hint = f" Did you mean `{near}`?" if near not in (None, name) else ""
     return f"No class `{name}` is accepted here.{hint}"
 
 
-def _near_option(name: str, places: tuple[str, ...]) -> str:
+def _near_option(name: str, locations: tuple[str, ...]) -> str:
     """Return a suggestion of an option that the innermost class accepts."""
-    cls = pydoc.locate(places[-1]) if places and "." in places[-1] else None
+    cls = pydoc.locate(locations[-1]) if locations and "." in locations[-1] else None
     if not isinstance(cls, type):
         return ""
     names = ArgumentParser().add_class_arguments(cls, fail_untyped=False)
@@ -119,7 +121,7 @@ def _near_option(name: str, places: tuple[str, ...]) -> str:
     return f". Did you mean `{near}`?" if near else f". It accepts {', '.join(names)}."
 
 
-def _plain(text: str) -> str:
+def _short_types(text: str) -> str:
     """Write types as in annotations."""
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     return re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", text).replace("NoneType", "None")

@@ -73,27 +73,27 @@ def _read(path: Path) -> dict[str, Any] | None:
             levels = [alarm["severity"] for alarm in known["alarms"]]
             known[key] = {level: levels.count(level) for level in _EMPTY[key]}
             known["first"] = next((a for a in known["alarms"] if a["severity"] != "info"), None)
-        known[key] = _known(known, key, parts.get(key) or known[key])
+        known[key] = _renderable(known, key, parts.get(key) or known[key])
     if known != parts:
         warnings.warn(usage("report_read_in_part", path=str(path)), stacklevel=2)
     return known
 
 
-def _known(data: dict[str, Any], key: str, value: Any) -> Any:
+def _renderable(data: dict[str, Any], key: str, value: Any) -> Any:
     """Return the elements of a part that can be shown together with the other parts."""
     default = data[key]
-    if _is_shown({**data, key: value}):
+    if _can_render({**data, key: value}):
         return value
     if isinstance(value, list) and isinstance(default, list):
-        return [each for each in value if _is_shown({**data, key: [each]})]
+        return [each for each in value if _can_render({**data, key: [each]})]
     if isinstance(value, dict) and isinstance(default, dict):
         items = ({name: each} for name, each in value.items())
-        shown = [item for item in items if _is_shown({**data, key: default | item})]
+        shown = [item for item in items if _can_render({**data, key: default | item})]
         return default | {name: each for item in shown for name, each in item.items()}
     return default
 
 
-def _is_shown(data: dict[str, Any]) -> bool:
+def _can_render(data: dict[str, Any]) -> bool:
     """Return whether a page and its charts can be rendered from the data."""
     with contextlib.suppress(Exception):
         report_page(data)

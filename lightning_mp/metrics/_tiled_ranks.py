@@ -45,7 +45,7 @@ def _best(score_nm: Tensor, match_nm: Tensor, dim: int) -> Tensor:
     return masked_nm.nan_to_num_(nan=lowest, posinf=lowest, neginf=lowest).amax(dim)
 
 
-def _count_ahead(score_nm: Tensor, best: Tensor, match_nm: Tensor, dim: int) -> Tensor:
+def _count_not_below(score_nm: Tensor, best: Tensor, match_nm: Tensor, dim: int) -> Tensor:
     """Count the candidates that do not match and are not strictly below; NaN is never below."""
     return (~((score_nm < best) | match_nm)).sum(dim)
 
@@ -55,7 +55,7 @@ def _count_ahead(score_nm: Tensor, best: Tensor, match_nm: Tensor, dim: int) -> 
 _Tile = tuple[slice, slice, Tensor, Tensor | None, Tensor | None, Tensor]
 
 
-def _edge(width: int, dtype: torch.dtype, workspace_bytes: int) -> int:
+def _tile_edge(width: int, dtype: torch.dtype, workspace_bytes: int) -> int:
     """Return the edge length of a tile whose temporaries fit into the workspace."""
     # edge^2 elements: cosines, weighted and masked copies, and four masks. edge x D elements: unit
     # images, unit texts and a temporary.
@@ -75,7 +75,7 @@ def retrieval_ranks(
 ) -> tuple[Tensor, Tensor]:
     """Return text ranks of images and image ranks of texts, for queries with a match."""
     dtype, width = accumulation_dtype(image_ND.dtype), image_ND.shape[1]
-    rounding, edge = sum_rounding(width, dtype), _edge(width, dtype, workspace_bytes)
+    rounding, edge = sum_rounding(width, dtype), _tile_edge(width, dtype, workspace_bytes)
 
     def tiles() -> Iterator[_Tile]:
         # Equal tiles in both passes, so that both compute the same bits for a score.
@@ -109,10 +109,10 @@ def retrieval_ranks(
     for images, texts, cosine_nm, norm_n1, norm_m, match_nm in tiles():
         # The upper end: scores that differ by less than twice the rounding are ties.
         cosine_nm += rounding
-        text_rank_N[images] += _count_ahead(
+        text_rank_N[images] += _count_not_below(
             _weighted(cosine_nm, norm_m), best_text_N[images, None], match_nm, dim=1
         )
-        image_rank_M[texts] += _count_ahead(
+        image_rank_M[texts] += _count_not_below(
             _weighted(cosine_nm, norm_n1), best_image_M[texts], match_nm, dim=0
         )
     # Otherwise a NaN query would be a hit if fewer than k candidates do not match.

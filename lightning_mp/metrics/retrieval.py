@@ -96,7 +96,7 @@ class ContrastiveRecall(Metric):
         self.value = value
         self.normalize = normalize
         self.workspace_bytes = workspace_bytes
-        self._warned_of_unmatched = False
+        self._has_warned_about_unmatched = False
         for name in ("image_features", "text_features", "image_ids", "text_ids"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
@@ -180,7 +180,7 @@ class ContrastiveRecall(Metric):
                 "ids. An image and its texts must have equal ids: pass the image's index in the "
                 "data set for both."
             )
-        self._report_unmatched(len(image_ND) - len(ranks[0]), len(text_MD) - len(ranks[1]))
+        self._warn_about_unmatched(len(image_ND) - len(ranks[0]), len(text_MD) - len(ranks[1]))
         candidates = len(text_MD), len(image_ND)
         return {
             f"{direction}_{name}": value
@@ -188,10 +188,10 @@ class ContrastiveRecall(Metric):
             for name, value in _summary(found, n_candidates, self.top_k).items()
         }
 
-    def _report_unmatched(self, n_images: int, n_texts: int) -> None:
-        if not (n_images or n_texts) or self._warned_of_unmatched:
+    def _warn_about_unmatched(self, n_images: int, n_texts: int) -> None:
+        if not (n_images or n_texts) or self._has_warned_about_unmatched:
             return
-        self._warned_of_unmatched = True
+        self._has_warned_about_unmatched = True
         rank_zero_warn(
             f"`ContrastiveRecall` found {n_images} images without a text of equal id and {n_texts} "
             "texts without an image of equal id. They are candidates but not queries. If they are "
@@ -241,15 +241,19 @@ class ContrastiveRecall(Metric):
                 "Without ids, image i matches text i, so there must be equally many: pass "
                 "`image_ids` and `text_ids`."
             )
-        for side, ids, keys in (("image", image_ids, image_keys), ("text", text_ids, text_keys)):
+        for modality, ids, keys in (
+            ("image", image_ids, image_keys),
+            ("text", text_ids, text_keys),
+        ):
             if keys is None:
                 continue
             if ids is None:
                 raise ValueError(
-                    f"Passed `{side}_keys` without `{side}_ids`. If repeated rows are removed, row "
-                    "positions no longer define pairs: pass `image_ids` and `text_ids`, too."
+                    f"Passed `{modality}_keys` without `{modality}_ids`. If repeated rows are "
+                    "removed, row positions no longer define pairs: pass `image_ids` and "
+                    "`text_ids`, too."
                 )
-            check_ids(name, f"{side}_keys", keys, len(ids))
+            check_ids(name, f"{modality}_keys", keys, len(ids))
 
     def _copy_state_dict(self) -> dict[str, Tensor | list[Any]]:
         # torchmetrics copies every tensor in each `forward()`, O(N^2) copies over an epoch. Stored

@@ -56,7 +56,7 @@ class RngState:
         numpy = sys.modules.get("numpy")  # if not loaded, a forward does not use it
         self._numpy: Any = None if numpy is None else numpy.random.get_state()
         own = [] if module is None else own_generators(module)
-        self._own = [_own_state(generator) for generator in (*own, *generators)]
+        self._generators = [_setter_and_state(generator) for generator in (*own, *generators)]
 
     def restore(self) -> None:
         """Restore the states of all generators."""
@@ -66,7 +66,7 @@ class RngState:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
-        for set_state, state in self._own:
+        for set_state, state in self._generators:
             set_state(state)
 
 
@@ -85,7 +85,7 @@ def own_generators(module: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _own_state(generator: Any) -> tuple[Callable[[Any], Any], Any]:
+def _setter_and_state(generator: Any) -> tuple[Callable[[Any], Any], Any]:
     """Return the function that sets a generator's state, and the current state."""
     if isinstance(generator, random.Random):
         return generator.setstate, generator.getstate()
@@ -129,37 +129,37 @@ class BufferState:
 
     def __init__(self, module: nn.Module | None) -> None:
         # With modules and names, because a forward may also assign a new tensor.
-        self._held = [
-            _Held(owner, name, buffer)
+        self._snapshots = [
+            _BufferSnapshot(owner, name, buffer)
             for owner in (() if module is None else module.modules())
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
-        self._means: dict[_Held, Tensor] = {}
-        self._assigned: set[_Held] = set()
-        self._changed: list[_Held] = []
+        self._means: dict[_BufferSnapshot, Tensor] = {}
+        self._assigned: set[_BufferSnapshot] = set()
+        self._changed: list[_BufferSnapshot] = []
         self._rows = 0
 
     @torch.no_grad()
     def restore(self, *, keep_grown: bool = False) -> None:
         """Restore the buffers that changed; with `keep_grown`, except those whose shape changed."""
-        for held in self._held:
+        for snapshot in self._snapshots:
             # Unchanged buffers are not written to, because a graph may have saved them.
-            if held.is_changed() and not (keep_grown and held.has_grown()):
-                held.restore()
+            if snapshot.is_changed() and not (keep_grown and snapshot.has_grown()):
+                snapshot.restore()
 
     @torch.no_grad()
     def collect(self, rows: int) -> None:
         """Add the buffers after a micro-batch of `rows` rows to the means."""
         before, self._rows = self._rows, self._rows + rows
-        for held in self._held:
-            if held.has_grown():  # a cache, such as of rotary embeddings, keeps growing
-                self._means.pop(held, None)
-            elif held.is_changed() or held in self._means:
-                value = held.now()
-                if value is not held.buffer:
-                    self._assigned.add(held)
-                mean = self._means.setdefault(held, held.value.clone())
+        for snapshot in self._snapshots:
+            if snapshot.has_grown():  # a cache, such as of rotary embeddings, keeps growing
+                self._means.pop(snapshot, None)
+            elif snapshot.is_changed() or snapshot in self._means:
+                value = snapshot.current()
+                if value is not snapshot.buffer:
+                    self._assigned.add(snapshot)
+                mean = self._means.setdefault(snapshot, snapshot.value.clone())
                 if before and mean.is_floating_point():  # running mean, weighted by rows
                     mean.lerp_(value, rows / self._rows)
                 else:
@@ -168,22 +168,22 @@ class BufferState:
     @torch.no_grad()
     def commit(self) -> None:
         """Write the means to the buffers, and record the changed buffers for `rewind`."""
-        for held, mean in self._means.items():
-            if held in self._assigned:
-                held.owner._buffers[held.name] = mean
+        for snapshot, mean in self._means.items():
+            if snapshot in self._assigned:
+                snapshot.owner._buffers[snapshot.name] = mean
             else:
-                held.restore()
-                held.buffer.copy_(mean)
+                snapshot.restore()
+                snapshot.buffer.copy_(mean)
         self._changed = list(self._means)
         self._means = {}
 
     def rewind(self) -> None:
         """Replace the changed buffers by copies of their first values, for a replay."""
-        for held in self._changed:
-            held.owner._buffers[held.name] = held.value.clone()
+        for snapshot in self._changed:
+            snapshot.owner._buffers[snapshot.name] = snapshot.value.clone()
 
 
-class _Held:
+class _BufferSnapshot:
     """A buffer, its owner and name, and its value at construction."""
 
     def __init__(self, owner: nn.Module, name: str, buffer: Tensor) -> None:
@@ -193,7 +193,7 @@ class _Held:
         self.value = buffer.detach().clone()
         self._version = version_of(buffer)
 
-    def now(self) -> Tensor:
+    def current(self) -> Tensor:
         value = self.owner._buffers.get(self.name)
         return self.buffer if value is None else value
 
@@ -211,8 +211,8 @@ class _Held:
         return self.name.startswith("running_") and self.owner.training
 
     def has_grown(self) -> bool:
-        now = self.now()
-        return now.shape != self.value.shape or now.dtype != self.value.dtype
+        current = self.current()
+        return current.shape != self.value.shape or current.dtype != self.value.dtype
 
     def restore(self) -> None:
         self.owner._buffers[self.name] = self.buffer  # a forward may have assigned another tensor

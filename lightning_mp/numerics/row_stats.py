@@ -35,8 +35,8 @@ _UNIT = len(StatField)
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A part of a tensor in one batch: full rows, or the unfinished last row."""
+class _TensorSlice:
+    """A slice of a tensor in one batch: full rows, or the unfinished last row."""
 
     tensor: int
     start: int
@@ -49,62 +49,62 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _BatchLayout:
     """The layout of tensors in batches: first all full rows, then all unfinished last rows."""
 
-    batches: tuple[tuple[_Piece, ...], ...]
+    batches: tuple[tuple[_TensorSlice, ...], ...]
     segments: tuple[int, ...]  # full rows of each tensor, then unfinished rows: 2 N
     padding: tuple[int, ...]  # zeros after the end of each tensor
 
 
-def row_stats(values: Sequence[Tensor], subnormal: Tensor, *, look: bool) -> Tensor:
+def row_stats(values: Sequence[Tensor], subnormal: Tensor, *, may_sync: bool) -> Tensor:
     """Return the statistics of flat tensors on one device: stats_NK, float64, or fp32 on MPS.
 
     Args:
         values: Flat tensors of any length.
         subnormal: Magnitudes below this bound are subnormal. A 0-d tensor on the device of the
             values, in the dtype of the computation.
-        look: Whether to read intermediate results in order to skip passes that cannot find
+        may_sync: Whether to read intermediate results in order to skip passes that cannot find
             anything. Reading is free on the CPU and costs a sync on other devices.
     """
     device, dtype = subnormal.device, subnormal.dtype
     most = _HOST_ROWS if device.type == "cpu" else _DEVICE_ROWS
-    plan = _plan(tuple(len(tensor) for tensor in values), most)
-    rows = sum(plan.segments)
-    batch = _Batch(min(most, rows), subnormal, look)
+    layout = _layout_of(tuple(len(tensor) for tensor in values), most)
+    rows = sum(layout.segments)
+    batch = _Batch(min(most, rows), subnormal, may_sync)
     partials_KR = torch.zeros(len(StatField) + 1, rows, dtype=dtype, device=device)
     partials_KR[_UNIT].fill_(1)
     top = 0
-    for pieces in plan.batches:
-        bottom = top + pieces[-1].row + pieces[-1].rows
-        batch.reduce(batch.load(values, pieces), partials_KR[:, top:bottom])
+    for slices in layout.batches:
+        bottom = top + slices[-1].row + slices[-1].rows
+        batch.reduce(batch.load(values, slices), partials_KR[:, top:bottom])
         top = bottom
-    return _merge(partials_KR.to(state_dtype(device)), plan)
+    return _merge(partials_KR.to(state_dtype(device)), layout)
 
 
 @lru_cache(maxsize=64)
-def _plan(lengths: tuple[int, ...], rows: int) -> _Plan:
+def _layout_of(lengths: tuple[int, ...], rows: int) -> _BatchLayout:
     """Distribute tensors of these lengths over batches of at most `rows` rows."""
-    batches: list[list[_Piece]] = [[]]
+    batches: list[list[_TensorSlice]] = [[]]
     free = rows
-    parts = [(i, 0, n - n % _WIDTH) for i, n in enumerate(lengths)]
+    full = [(i, 0, n - n % _WIDTH) for i, n in enumerate(lengths)]
     tails = [(i, n - n % _WIDTH, n) for i, n in enumerate(lengths)]
-    for part in (parts, tails):
+    for slices in (full, tails):
         if free < rows:  # batches of full rows contain no padding
             batches.append([])
             free = rows
-        for tensor, start, end in part:
+        for tensor, start, end in slices:
             while start < end:
                 if not free:
                     batches.append([])
                     free = rows
                 stop = min(end, start + free * _WIDTH)
-                piece = _Piece(tensor, start, stop, rows - free)
-                batches[-1].append(piece)
-                free -= piece.rows
+                tensor_slice = _TensorSlice(tensor, start, stop, rows - free)
+                batches[-1].append(tensor_slice)
+                free -= tensor_slice.rows
                 start = stop
-    return _Plan(
-        batches=tuple(tuple(pieces) for pieces in batches if pieces),
+    return _BatchLayout(
+        batches=tuple(tuple(slices) for slices in batches if slices),
         segments=tuple(n // _WIDTH for n in lengths) + tuple(n % _WIDTH > 0 for n in lengths),
         padding=tuple(-n % _WIDTH for n in lengths),
     )
@@ -113,51 +113,51 @@ def _plan(lengths: tuple[int, ...], rows: int) -> _Plan:
 class _Batch:
     """Memory for one batch of rows and its temporaries."""
 
-    def __init__(self, rows: int, subnormal: Tensor, look: bool) -> None:
+    def __init__(self, rows: int, subnormal: Tensor, may_sync: bool) -> None:
         memory = subnormal.new_empty(4, rows, _WIDTH)
-        self.values, self.finite, self.magnitudes, self.marks = memory.unbind()
-        self.look = look
+        self.values, self.finite, self.magnitudes, self.flags = memory.unbind()
+        self.may_sync = may_sync
         self.subnormal = subnormal
-        self.limit = float(subnormal.numpy()) if look else math.inf
+        self.limit = float(subnormal.numpy()) if may_sync else math.inf
 
-    def load(self, values: Sequence[Tensor], pieces: Sequence[_Piece]) -> Tensor:
-        """Copy pieces to rows, with zeros after the end of each piece; return the rows."""
-        first = values[pieces[0].tensor][pieces[0].start : pieces[0].stop]
+    def load(self, values: Sequence[Tensor], slices: Sequence[_TensorSlice]) -> Tensor:
+        """Copy slices to rows, with zeros after the end of each slice; return the rows."""
+        first = values[slices[0].tensor][slices[0].start : slices[0].stop]
         is_full = len(first) % _WIDTH == 0
         # Without padding or widening, no copy is needed.
-        if len(pieces) == 1 and is_full and first.dtype == self.values.dtype:
+        if len(slices) == 1 and is_full and first.dtype == self.values.dtype:
             return first.view(-1, _WIDTH)
-        rows_RW = self.values[: pieces[-1].row + pieces[-1].rows]
+        rows_RW = self.values[: slices[-1].row + slices[-1].rows]
         if not is_full:
             rows_RW.zero_()
         flat = rows_RW.view(-1)
-        places = [(piece.row * _WIDTH, piece.stop - piece.start) for piece in pieces]
+        targets = [(each.row * _WIDTH, each.stop - each.start) for each in slices]
         torch._foreach_copy_(
-            [flat[place : place + length] for place, length in places],
-            [values[piece.tensor][piece.start : piece.stop] for piece in pieces],
+            [flat[start : start + length] for start, length in targets],
+            [values[each.tensor][each.start : each.stop] for each in slices],
         )
         return rows_RW
 
     def reduce(self, values: Tensor, out_KR: Tensor) -> None:
         """Reduce rows; norms are in units of the last column, zeros include padding and NaN/inf."""
         columns = out_KR.unbind()
-        magnitudes, marks = self.magnitudes[: len(values)], self.marks[: len(values)]
+        magnitudes, flags = self.magnitudes[: len(values)], self.flags[: len(values)]
         amax_R = columns[StatField.AMAX]
         torch.amax(torch.abs(values, out=magnitudes), 1, out=amax_R)
-        if not self.look or not amax_R.numpy().max() < math.inf:  # False for NaN
+        if not self.may_sync or not amax_R.numpy().max() < math.inf:  # False for NaN
             finite = torch.nan_to_num(values, 0.0, 0.0, 0.0, out=self.finite[: len(values)])
-            torch.ne(finite, values, out=marks)  # also True for NaN
-            torch.sum(marks, 1, out=columns[StatField.NON_FINITE])
+            torch.ne(finite, values, out=flags)  # also True for NaN
+            torch.sum(flags, 1, out=columns[StatField.NON_FINITE])
             values = finite
             torch.amax(torch.abs(values, out=magnitudes), 1, out=amax_R)
         # Passes that are skipped below would count nothing, and their columns are 0 already.
-        least = float(magnitudes.amin().numpy()) if self.look else 0.0
+        least = float(magnitudes.amin().numpy()) if self.may_sync else 0.0
         if least == 0:
-            torch.eq(magnitudes, 0, out=marks)
-            torch.sum(marks, 1, out=columns[StatField.ZEROS])
+            torch.eq(magnitudes, 0, out=flags)
+            torch.sum(flags, 1, out=columns[StatField.ZEROS])
         if least < self.limit:
-            torch.lt(magnitudes, self.subnormal, out=marks)
-            torch.sum(marks, 1, out=columns[StatField.SUBNORMALS])
+            torch.lt(magnitudes, self.subnormal, out=flags)
+            torch.sum(flags, 1, out=columns[StatField.SUBNORMALS])
             # Not negative: with a bound of 0 or NaN, zeros are not below the bound.
             columns[StatField.SUBNORMALS].sub_(columns[StatField.ZEROS]).clamp_min_(0)
         self._add_norms(values, columns)
@@ -165,26 +165,26 @@ class _Batch:
     def _add_norms(self, values: Tensor, columns: Sequence[Tensor]) -> None:
         """Compute the norms of rows in units that keep squares in the range of fp32."""
         amax_R, unit_R = columns[StatField.AMAX], columns[_UNIT]
-        if self.look:
+        if self.may_sync:
             amax = amax_R.numpy()
             is_safe = amax.min() > _SAFE_SQUARES[0] and amax.max() < _SAFE_SQUARES[1]
-        if not self.look or not is_safe:
+        if not self.may_sync or not is_safe:
             torch.clamp(amax_R, min=torch.finfo(amax_R.dtype).tiny, out=unit_R)  # not 0 / 0
-            values = torch.div(values, unit_R[:, None], out=self.marks[: len(values)])
+            values = torch.div(values, unit_R[:, None], out=self.flags[: len(values)])
         torch.linalg.vector_norm(values, 2, 1, out=columns[StatField.SUM_OF_SQUARES])
 
 
-def _merge(partials_KR: Tensor, plan: _Plan) -> Tensor:
+def _merge(partials_KR: Tensor, layout: _BatchLayout) -> Tensor:
     """Merge the rows of each tensor in a fixed order."""
     # Squared in float64, where squares do not overflow.
     norms_R = partials_KR[StatField.SUM_OF_SQUARES]
     norms_R.mul_(partials_KR[_UNIT]).square_()
-    totals_2NK = _segments(partials_KR[:_UNIT].T, plan.segments, "sum").view(2, -1, _UNIT)
+    totals_2NK = _segments(partials_KR[:_UNIT].T, layout.segments, "sum").view(2, -1, _UNIT)
     stats_NK = totals_2NK.sum(0)
-    amax_2N = _segments(partials_KR[StatField.AMAX], plan.segments, "max").view(2, -1)
+    amax_2N = _segments(partials_KR[StatField.AMAX], layout.segments, "max").view(2, -1)
     stats_NK[:, StatField.AMAX] = amax_2N.amax(0).clamp_min(0)  # -inf without rows
     stats_NK[:, StatField.ZEROS] -= send(
-        torch.tensor(plan.padding, dtype=stats_NK.dtype), stats_NK.device
+        torch.tensor(layout.padding, dtype=stats_NK.dtype), stats_NK.device
     )
     stats_NK[:, StatField.ZEROS] -= stats_NK[:, StatField.NON_FINITE]
     return stats_NK
@@ -206,8 +206,8 @@ def _segments_in_turn(
     rows_RK: Tensor, lengths: tuple[int, ...], reduce: Literal["sum", "max"]
 ) -> Tensor:
     """Reduce one segment at a time, for devices without `segment_reduce`, such as MPS."""
-    pieces = rows_RK.split(lengths)
+    segments = rows_RK.split(lengths)
     if reduce == "sum":
-        return torch.stack([piece.sum(0) for piece in pieces])
-    none_K = rows_RK.new_full(rows_RK.shape[1:], -math.inf)
-    return torch.stack([piece.amax(0) if len(piece) else none_K for piece in pieces])
+        return torch.stack([segment.sum(0) for segment in segments])
+    empty_K = rows_RK.new_full(rows_RK.shape[1:], -math.inf)
+    return torch.stack([rows.amax(0) if len(rows) else empty_K for rows in segments])

@@ -23,8 +23,8 @@ __all__ = [
     "split_weights",
 ]
 
-_SMALL = 2**16  # elements; with fewer, launching takes longer than the kernel
-_CACHED = 2**17  # elements; with more, the temporaries of a split leave the caches of a CPU core
+_SMALL_NUMEL = 2**16  # with fewer elements, launching takes longer than the kernel
+_CACHED_NUMEL = 2**17  # with more, the temporaries of a split leave the caches of a CPU core
 
 # Bits of an fp32 significand that do not fit into half precision.
 _LOST_BITS = {torch.float16: 13, torch.bfloat16: 16}
@@ -76,16 +76,16 @@ def join_weight(weight: Tensor, residual: Tensor) -> Tensor:
 
 def split_weights(masters: Sequence[Tensor], half: torch.dtype) -> list[tuple[Tensor, ...]]:
     """Split several tensors, with small tensors batched; bitwise equal to `split_weight`."""
-    return _together(lambda flat: split_weight(flat, half), list(zip(masters, strict=True)))
+    return _batched(lambda flat: split_weight(flat, half), list(zip(masters, strict=True)))
 
 
 def join_weights(weights: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:
     """Join several tensors, with small tensors batched; bitwise equal to `join_weight`."""
     rows = list(zip(weights, residuals, strict=True))
-    return [value for (value,) in _together(lambda *flat: (join_weight(*flat),), rows)]
+    return [value for (value,) in _batched(lambda *flat: (join_weight(*flat),), rows)]
 
 
-def _together(
+def _batched(
     function: Callable[..., tuple[Tensor, ...]], rows: Sequence[tuple[Tensor, ...]]
 ) -> list[tuple[Tensor, ...]]:
     """Apply an elementwise function to the tensors of each row, with small tensors batched."""
@@ -94,13 +94,13 @@ def _together(
     for index, row in enumerate(rows):
         first = row[0]
         key: Hashable = index
-        if first.numel() <= _SMALL and all(
+        if first.numel() <= _SMALL_NUMEL and all(
             type(each) in (Tensor, nn.Parameter) and each.is_contiguous() for each in row
         ):
-            place = first.device, first.dtype
-            sizes[place] += first.numel()
+            kind = first.device, first.dtype
+            sizes[kind] += first.numel()
             # On a CPU, a batch should fit into the caches; on a GPU, launches should be few.
-            key = (*place, sizes[place] // _CACHED if first.device.type == "cpu" else 0)
+            key = (*kind, sizes[kind] // _CACHED_NUMEL if first.device.type == "cpu" else 0)
         groups[key].append(index)
     results: dict[int, tuple[Tensor, ...]] = {}
     for members in groups.values():

@@ -122,11 +122,13 @@ def tensor_stats(
         return torch.zeros(0, len(StatField), dtype=torch.float64)
     # Results are collected on an accelerator, so that the host does not wait.
     devices = [device for device, _ in groups]
-    home = next((device for device in devices if device.type != "cpu"), devices[0])
+    result_device = next((device for device in devices if device.type != "cpu"), devices[0])
     parts: list[tuple[list[int], Tensor]] = []
     for (device, dtype), members in groups.items():
         part = _group_stats([values[i] for i in members], device, dtype, scale, unscale)
-        parts.append((members, part.to(home, state_dtype(home), non_blocking=True)))
+        parts.append(
+            (members, part.to(result_device, state_dtype(result_device), non_blocking=True))
+        )
     if len(parts) == 1:
         return parts[0][1]
     rows = {i: part[j] for members, part in parts for j, i in enumerate(members)}
@@ -151,7 +153,7 @@ def _group_stats(
 
         stats_NK = fused_stats(values, subnormal)
     else:
-        stats_NK = row_stats(values, subnormal, look=device.type == "cpu")
+        stats_NK = row_stats(values, subnormal, may_sync=device.type == "cpu")
     if isinstance(unscale, Tensor) or unscale != 1:
         # Scale two columns instead of all values; the bound of subnormals includes the factor.
         stats_NK[:, StatField.AMAX] *= factor.abs()

@@ -30,7 +30,7 @@ _Group: TypeAlias = dict[str, Any]
 # torch's optimizers with a second moment, the moment's decay rate, and where epsilon is added:
 # outside the root of v ("beside"), inside the root, or to |g| where nothing is squared.
 _ADAM_LIKE = (optim.Adam, optim.NAdam, optim.RAdam, optim.SparseAdam)
-_PLACES: tuple[tuple[type[Optimizer], Callable[[_Group], Any], str], ...] = (
+_EPSILON_PLACEMENTS: tuple[tuple[type[Optimizer], Callable[[_Group], Any], str], ...] = (
     *((cls, lambda group: group["betas"][1], "beside") for cls in _ADAM_LIKE),
     (optim.RMSprop, lambda group: group["alpha"], "beside"),
     (optim.Adagrad, lambda group: 0.0, "beside"),
@@ -62,9 +62,10 @@ def check_adam_epsilon(
     Returns:
         A list of parameter names and reports.
     """
-    name_of = _namer(optimizer, named_parameters)
+    name_of = _name_lookup(optimizer, named_parameters)
     return [
-        (name_of(parameter), report) for _, parameter, report in _judge(optimizer, ignore=ignore)
+        (name_of(parameter), report)
+        for _, parameter, report in _half_parameter_reports(optimizer, ignore=ignore)
     ]
 
 
@@ -113,9 +114,9 @@ def guard_adam_epsilon(
     handles = [] if adam_epsilon == "auto" else [_set_epsilon(optimizer, float(adam_epsilon))]
     # Widen first: half states that can be widened are no reason to refuse.
     widen_states_of_fp32_parameters(optimizer)
-    name_of = name_of or _namer(optimizer, None)
+    name_of = name_of or _name_lookup(optimizer, None)
     is_moved = False
-    for group, parameter, report in _judge(optimizer, ignore=ignore):
+    for group, parameter, report in _half_parameter_reports(optimizer, ignore=ignore):
         if report.is_safe:
             is_moved |= report.state_dtype not in HALF_DTYPES  # moved earlier
             continue
@@ -124,14 +125,14 @@ def guard_adam_epsilon(
                 f"Passed `{type(optimizer).__name__}(eps={group['eps']!r})` with "
                 f"the {parameter.dtype} parameter {name_of(parameter)!r}: {report}. "
                 "Create the parameter in fp32, so that `BalancedAMP` and `PureFP16` step it in "
-                f"fp32, {_instead_of(optimizer, group, parameter)}or pass "
-                "`adam_epsilon='keep'` to disable this check."
+                f"fp32. {_safe_adamw_advice(optimizer, group, parameter)}To disable this check, "
+                "pass `adam_epsilon='keep'`."
             )
         is_moved = True
     return handles + (keep_fp32_states(optimizer) if is_moved else [])
 
 
-def _instead_of(optimizer: Optimizer, group: _Group, parameter: Tensor) -> str:
+def _safe_adamw_advice(optimizer: Optimizer, group: _Group, parameter: Tensor) -> str:
     """Return the advice to use `SafeAdamW`, and which Adam arguments to leave out."""
     if not isinstance(optimizer, optim.Adam):  # the base class of AdamW
         return ""
@@ -139,7 +140,7 @@ def _instead_of(optimizer: Optimizer, group: _Group, parameter: Tensor) -> str:
     if group.get("fused") and not parameter.is_cuda:
         refused.append("fused")
     without = f" without {' and '.join(f'`{name}`' for name in refused)}" if refused else ""
-    return f"or use `SafeAdamW`{without}, "
+    return f"Alternatively, use `SafeAdamW`{without}. "
 
 
 def _set_epsilon(optimizer: Optimizer, eps: float) -> RemovableHandle:
@@ -158,7 +159,7 @@ def _set_epsilon(optimizer: Optimizer, eps: float) -> RemovableHandle:
 # --- reports per parameter ---------------------------------------------------------------------
 
 
-def _namer(
+def _name_lookup(
     optimizer: Optimizer, named: Iterable[tuple[str, Tensor]] | None
 ) -> Callable[[Tensor], str]:
     names = {
@@ -170,7 +171,7 @@ def _namer(
     return lambda parameter: names.get(id(parameter), "an unnamed parameter")
 
 
-def _judge(
+def _half_parameter_reports(
     optimizer: Optimizer, *, ignore: Container[Tensor]
 ) -> Iterator[tuple[_Group, Tensor, EpsilonReport]]:
     """Yield group, parameter and report for each trainable half parameter that can be judged."""
@@ -189,7 +190,7 @@ def _judge(
 def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> EpsilonReport | None:
     second_moments = [v for k, v in optimizer.state.get(parameter, {}).items() if _is_second(k, v)]
     dtype = second_moments[0].dtype if second_moments else parameter.dtype
-    for cls, beta2_of, place in _PLACES:
+    for cls, beta2_of, placement in _EPSILON_PLACEMENTS:
         if isinstance(optimizer, cls):
             # Fused kernels compute in fp32.
             math_dtype = torch.float32 if group.get("fused") else dtype
@@ -199,7 +200,7 @@ def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> Epsilo
                 state_dtype=dtype,
                 math_dtype=math_dtype,
             )
-            return report if place == "beside" else _move_epsilon(report, place)
+            return report if placement == "beside" else _adjust_to_placement(report, placement)
     # Formulas of other optimizers are unknown, but dividing by v with an epsilon of 0 gives NaN.
     if second_moments and dtype in HALF_DTYPES and group["eps"] > 0:
         betas = group.get("betas", (0.0, 0.0))
@@ -208,9 +209,9 @@ def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> Epsilo
     return None
 
 
-def _move_epsilon(report: EpsilonReport, place: str) -> EpsilonReport:
+def _adjust_to_placement(report: EpsilonReport, placement: str) -> EpsilonReport:
     """Adjust a report for an epsilon inside the root, or beside a moment that is not squared."""
-    if place == "unsquared":  # v is |g| itself, so only a zero gradient is lost
+    if placement == "unsquared":  # v is |g| itself, so only a zero gradient is lost
         overflow = smallest_overflowing(report.state_dtype)
         report = replace(report, blow_up_gradient=0.0, overflow_gradient=overflow)
     if report.survives:  # v + eps is positive for every v

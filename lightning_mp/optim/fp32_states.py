@@ -39,7 +39,7 @@ def widen_states_of_fp32_parameters(optimizer: Optimizer) -> None:
     torch's Adam refuses to step.
     """
     # Other libraries use half states deliberately, often scaled.
-    if not _is_torchs(optimizer):
+    if not _is_torch_optimizer(optimizer):
         return
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, Tensor) and parameter.dtype == torch.float32:
@@ -126,5 +126,5 @@ def keep_fp32_states(optimizer: Optimizer) -> list[RemovableHandle]:
     ]
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
+def _is_torch_optimizer(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")

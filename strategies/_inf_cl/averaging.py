@@ -62,27 +62,27 @@ class GradientAverage:
             [p.grad is not None, p.requires_grad, not p.requires_grad] for p in parameters.values()
         ]
         device = next(iter(parameters.values())).device
-        on_some = send(torch.tensor(facts, dtype=torch.int32), device)
-        asked = dist.all_reduce(on_some, dist.ReduceOp.MAX, group=group, async_op=True)
+        on_any_rank = send(torch.tensor(facts, dtype=torch.int32), device)
+        agreement = dist.all_reduce(on_any_rank, dist.ReduceOp.MAX, group=group, async_op=True)
         # Checked only if the trained parameters changed, because reading waits for the device.
         if device.type == "cpu" or self._trained != list(trained):
-            asked.wait()
-            _check_agreement(parameters, on_some)
+            agreement.wait()
+            _check_agreement(parameters, on_any_rank)
             self._trained = list(trained)
         members = list(trained.values())
         missing = _average(members, group, hook, bucket_bytes, sparse)
-        asked.wait()
+        agreement.wait()
         if missing:
-            for parameter, (is_there, *_) in zip(
-                parameters.values(), on_some.tolist(), strict=True
+            for parameter, (has_gradient, *_) in zip(
+                parameters.values(), on_any_rank.tolist(), strict=True
             ):
-                if is_there and id(parameter) in missing:
+                if has_gradient and id(parameter) in missing:
                     # A hook may return another dtype.
                     parameter.grad = missing[id(parameter)].to(parameter.dtype, copy=True)
 
 
-def _check_agreement(parameters: Mapping[str, Tensor], on_some: Tensor) -> None:
-    for name, (_, is_trained, is_frozen) in zip(parameters, on_some.tolist(), strict=True):
+def _check_agreement(parameters: Mapping[str, Tensor], on_any_rank: Tensor) -> None:
+    for name, (_, is_trained, is_frozen) in zip(parameters, on_any_rank.tolist(), strict=True):
         if is_trained and is_frozen:
             raise RuntimeError(
                 f"The parameter {name!r} is trained on some ranks and frozen on others, so its "
@@ -113,9 +113,9 @@ def _average(
             in_flight.append((bucket, hook[0](hook[1], bucket)))
         # A hook may start a collective when another ends, in a different order on each rank.
         if hook is not None or len(in_flight) == _IN_FLIGHT:
-            missing |= _arrived(*in_flight.popleft())
-    for bucket, sent in in_flight:
-        missing |= _arrived(bucket, sent)
+            missing |= _write_averages(*in_flight.popleft())
+    for bucket, work in in_flight:
+        missing |= _write_averages(bucket, work)
     for parameter in trained:
         if id(parameter) in sparse:
             missing |= _average_sparse(parameter, world_size, group)
@@ -164,23 +164,23 @@ class _Bucket:
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
 
-def _buckets(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+def _buckets(parameters: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         members: list[Tensor] = []
         size = 0
         for parameter in (p for p in parameters if p.dtype == dtype):
-            own = parameter.numel() * parameter.element_size()
-            if members and size + own > most:
+            parameter_bytes = parameter.numel() * parameter.element_size()
+            if members and size + parameter_bytes > max_bytes:
                 yield members
                 members, size = [], 0
             members.append(parameter)
-            size += own
+            size += parameter_bytes
         yield members
 
 
-def _arrived(bucket: _Bucket, sent: Any) -> dict[int, Tensor]:
+def _write_averages(bucket: _Bucket, work: Any) -> dict[int, Tensor]:
     """Copy the averages of a bucket to the gradients; return those for missing gradients."""
-    result = sent.wait()
+    result = work.wait()
     # An all-reduce writes to the buffer; a hook returns a tensor or a list with one tensor.
     if isinstance(result, (list, tuple)):
         result = result[0]

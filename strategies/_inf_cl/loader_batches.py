@@ -42,14 +42,14 @@ def gather_batches(
         place: Place = LoaderState(loader)
     else:
         place = LoaderOrder(loader) if LoaderOrder.is_known(loader) else Place(loader)
-    return _Gathered(loader, count, declared, pin, place, epoch_batches)
+    return _GatheringLoader(loader, count, declared, pin, place, epoch_batches)
 
 
-class _Gathered:
+class _GatheringLoader:
     """The loader of gathered batches; Lightning saves and loads its position in an epoch."""
 
     # Its own attributes; all others belong to the loader.
-    _OWN = (
+    _OWN_ATTRIBUTES = (
         *("_loader", "_count", "_declared", "_pin", "_roles"),
         *("_place", "_epoch_batches", "_gathered", "_start", "_before"),
     )
@@ -78,12 +78,12 @@ class _Gathered:
         return self._gather(self._begin())
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._OWN:  # not set yet, as during a copy
+        if name in self._OWN_ATTRIBUTES:  # not set yet, as during a copy
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
+        if name in self._OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)
         else:
             # The loader's iterator reads the attributes of the loader.

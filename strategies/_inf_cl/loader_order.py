@@ -21,9 +21,9 @@ from typing_extensions import override
 
 __all__ = ["LoaderOrder", "LoaderState", "Place", "sampler_of"]
 
-_OF_THE_EPOCH = (SequentialSampler, DistributedSampler)
+_ORDERED_BY_EPOCH = (SequentialSampler, DistributedSampler)
 # These draw from a generator; a checkpoint contains the generator state of one rank only.
-_DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_DRAWN_FROM_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Place:
@@ -64,8 +64,8 @@ class LoaderState(Place):
     def resume(self, state: dict[str, Any]) -> str:
         self._loader.load_state_dict(state)
         sampler = sampler_of(self._loader)
-        drawing = _drawing_sampler(sampler)
-        if drawing is not sampler and type(drawing) not in _OF_THE_EPOCH:
+        inner = _inner_sampler(sampler)
+        if inner is not sampler and type(inner) not in _ORDERED_BY_EPOCH:
             return (
                 "The run resumes within an epoch from the loader's own state, but possibly in "
                 "another order, because the sampler that Lightning put around it has no state. "
@@ -97,8 +97,8 @@ class LoaderOrder(Place):
             return False
         # Exact types, because a user's sampler may draw from any source.
         is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        known = (*_OF_THE_EPOCH, *_DRAWN) if is_alone else _OF_THE_EPOCH
-        return type(_drawing_sampler(loader.batch_sampler.sampler)) in known
+        known = (*_ORDERED_BY_EPOCH, *_DRAWN_FROM_GENERATOR) if is_alone else _ORDERED_BY_EPOCH
+        return type(_inner_sampler(loader.batch_sampler.sampler)) in known
 
     @override
     def took(self, batches: int) -> None:
@@ -143,7 +143,7 @@ class LoaderOrder(Place):
         yield from self._in_order(0, []) if rest is None else rest
 
     def _in_order(self, skipped: int, states: list[Tensor]) -> Iterator[Any]:
-        own = getattr(_drawing_sampler(self._batches.sampler), "generator", None)
+        own = getattr(_inner_sampler(self._batches.sampler), "generator", None)
         generators = [torch.default_generator, *([own] if own is not None else [])]
         before = [generator.get_state() for generator in generators]
         self._states = states or before
@@ -164,7 +164,7 @@ def sampler_of(loader: Any) -> Any:
     return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
 
 
-def _drawing_sampler(sampler: Any) -> Any:
+def _inner_sampler(sampler: Any) -> Any:
     """Return the sampler that draws the order, without Lightning's wrapper for ranks."""
     is_wrapped = isinstance(sampler, DistributedSamplerWrapper)
     return sampler.dataset._sampler if is_wrapped else sampler  # type: ignore[attr-defined]

@@ -74,7 +74,7 @@ class ServesTowers(ForLightning, _Strategy):
         offload: Literal["none", "host"] = "none",
         **kwargs: Any,
     ) -> None:
-        self._check_others(kwargs)
+        self._check_strategy_arguments(kwargs)
         super().__init__(**kwargs)
         self.towers = tuple(towers)
         self.loader_batches_per_step = loader_batches_per_step
@@ -220,7 +220,7 @@ class ServesTowers(ForLightning, _Strategy):
     def _check_precision(self, plugin: Precision | None) -> None:
         """Raise if the strategy does not support the precision plugin."""
 
-    def _check_others(self, arguments: dict[str, Any]) -> None:
+    def _check_strategy_arguments(self, arguments: dict[str, Any]) -> None:
         """Raise for arguments of the base strategy that this strategy does not support."""
 
     def _log_micro_batch_sizes(self, sizes: dict[str, int]) -> None:

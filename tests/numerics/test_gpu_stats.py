@@ -86,7 +86,7 @@ def test_both_paths_have_equal_counts() -> None:
     tensors = [t.flatten() for t in _on_gpu(planted_tensors(3)) if t.dtype != torch.float64]
     bound = torch.tensor(2.0**-14, device="cuda")
     exact = [field for field in StatField if field < StatField.SUM_OF_SQUARES]
-    fused, rows = tensor_stats(tensors), row_stats(tensors, bound, look=False)
+    fused, rows = tensor_stats(tensors), row_stats(tensors, bound, may_sync=False)
     assert torch.equal(fused[:, exact], rows[:, exact])
 
 

@@ -80,7 +80,7 @@ def test_sums_neither_overflow_nor_underflow(size: float) -> None:
 
 def test_stats_equal_those_of_the_torch_path() -> None:
     tensors = _tensors(2, bad=True)[-3:]
-    fused, rows = fused_stats(tensors, _bound()), row_stats(tensors, _bound(), look=True)
+    fused, rows = fused_stats(tensors, _bound()), row_stats(tensors, _bound(), may_sync=True)
     exact = [field for field in StatField if field < StatField.SUM_OF_SQUARES]
     assert torch.equal(fused[:, exact], rows[:, exact])
 
@@ -88,7 +88,7 @@ def test_stats_equal_those_of_the_torch_path() -> None:
 @pytest.mark.parametrize("bound", [math.inf, math.nan, 0.0])
 def test_bounds_of_extreme_scales_count_as_on_the_torch_path(bound: float) -> None:
     tensors, limit = [torch.tensor([0.0, 1e-30, 3.0, math.nan])], torch.tensor(bound)
-    fused, rows = fused_stats(tensors, limit), row_stats(tensors, limit, look=False)
+    fused, rows = fused_stats(tensors, limit), row_stats(tensors, limit, may_sync=False)
     assert torch.equal(fused, rows)
     assert fused[0, StatField.SUBNORMALS] == (2 if bound == math.inf else 0)
 

@@ -30,8 +30,8 @@ def _unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of an accelerator: every pass, whatever the values."""
     original = rows.row_stats
 
-    def row_stats(*args: object, look: bool) -> Tensor:
-        return original(*args, look=False)
+    def row_stats(*args: object, may_sync: bool) -> Tensor:
+        return original(*args, may_sync=False)
 
     monkeypatch.setattr("lightning_mp.numerics.tensor_stats.row_stats", row_stats)
 
@@ -145,12 +145,12 @@ def test_dense_tensors_are_not_copied_whatever_their_strides() -> None:
 
 
 @pytest.mark.parametrize(("bound", "count"), [(math.inf, 2), (math.nan, 0), (0.0, 0)])
-@pytest.mark.parametrize("look", [True, False])
+@pytest.mark.parametrize("may_sync", [True, False])
 def test_bounds_of_extreme_scales_count_all_or_nothing(
-    bound: float, count: int, look: bool
+    bound: float, count: int, may_sync: bool
 ) -> None:
     values = torch.tensor([0.0, 1e-30, 3.0, math.nan])
-    stats = rows.row_stats([values], torch.tensor(bound), look=look)[0]
+    stats = rows.row_stats([values], torch.tensor(bound), may_sync=may_sync)[0]
     assert stats[StatField.SUBNORMALS] == count
     assert stats[StatField.ZEROS] == 1
 

@@ -167,9 +167,9 @@ def test_safe_adamw_accepts_the_arguments_that_the_guard_recommends(
     options = {"fused": fused, **dict.fromkeys(others, True)}
     parameter = half_parameter()
     optimizer = kind([parameter], lr=1e-3, **options)
-    with pytest.raises(ValueError, match="or use `SafeAdamW`") as error:
+    with pytest.raises(ValueError, match="Alternatively, use `SafeAdamW`") as error:
         guard_adam_epsilon(optimizer)
-    advice = str(error.value).split("or use `SafeAdamW`")[1].split(",")[0]
+    advice = str(error.value).split("use `SafeAdamW`")[1].split(". ")[0]
     kept = {name: value for name, value in options.items() if f"`{name}`" not in advice}
     guard_adam_epsilon(SafeAdamW([parameter], lr=1e-3, **kept))
     assert guard_adam_epsilon(optimizer, "keep") == []

@@ -163,9 +163,9 @@ def test_memory_of_tables_is_bounded():
         kept.append(problem.grads)  # else the next would be at the same place
         with tables_of(problem.lists, problem.steps):
             pass
-    plans = adamw_tables._plans.values()
-    assert len(plans) <= adamw_tables._MOST_PLANS
-    assert max(len(plan.tables) for plan in plans) == adamw_tables._MOST_TABLES
+    templates = adamw_tables._templates.values()
+    assert len(templates) <= adamw_tables._MAX_TEMPLATES
+    assert max(len(template.tables) for template in templates) == adamw_tables._MAX_TABLES
 
 
 def test_capture_uses_existing_tables_and_keeps_them(monkeypatch):

@@ -133,7 +133,7 @@ def test_learning_rate_may_be_a_tensor(dtype):
 
 
 def test_rms_over_parts_equals_the_rms_of_the_tensor(monkeypatch):
-    monkeypatch.setattr(adamw_tables, "MOST_PARTS", tl.constexpr(2))
+    monkeypatch.setattr(adamw_tables, "MAX_PARTS", tl.constexpr(2))
     problem = make_problem([(2 * CHUNK.value + 1,), (5,)], FP32, BF16)
     with tables_of(problem.lists, problem.steps) as (_, _, parts):
         assert parts.tolist() == [[0, 0], [0, 1], [1, 0]]

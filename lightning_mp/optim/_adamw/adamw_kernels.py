@@ -20,7 +20,7 @@ import triton.language as tl
 
 from lightning_mp.optim._adamw.foreach import ATAN2_A, ATAN2_B
 
-__all__ = ["BLOCK", "CHUNK", "MOST_PARTS", "NUM_WARPS", "ROWS", "adamw_kernel", "rms_kernel"]
+__all__ = ["BLOCK", "CHUNK", "MAX_PARTS", "NUM_WARPS", "ROWS", "adamw_kernel", "rms_kernel"]
 
 ROWS = (
     "param", "grad", "exp_avg", "exp_avg_sq", "residual", "step",
@@ -33,7 +33,7 @@ BLOCK = tl.constexpr(4 * 32 * NUM_WARPS)
 # thread holds neighbouring elements.
 MASKED_BLOCK = tl.constexpr(BLOCK.value // 2)
 CHUNK = tl.constexpr(4096)
-MOST_PARTS = tl.constexpr(1024)
+MAX_PARTS = tl.constexpr(1024)
 
 _GRAD, _EXP_AVG, _EXP_AVG_SQ = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _RESIDUAL, _STEP, _SIZE, _IS_ALIGNED = (tl.constexpr(row) for row in range(4, 8))
@@ -105,7 +105,7 @@ def adamw_kernel(
         decay = 1 - rate * weight_decay
         if partials is not None:
             first = tl.load(of_tensor + _FIRST_PART * num_tensors)
-            part = tl.arange(0, MOST_PARTS)
+            part = tl.arange(0, MAX_PARTS)
             has_part = part < tl.load(of_tensor + _NUM_PARTS * num_tensors)
             parts = tl.load(partials + first + part, mask=has_part, other=0.0)
             excess = tl.sqrt(tl.sum(parts, axis=0) / size.to(tl.float32)) / clip
@@ -209,7 +209,7 @@ def rms_kernel(
 ):
     """Store the partial sum of `(g / max(sqrt(v), eps))^2` over one part of one tensor.
 
-    A tensor has at most `MOST_PARTS` parts.
+    A tensor has at most `MAX_PARTS` parts.
 
     Args:
         table: Addresses and sizes of the tensors, see `ROWS`.

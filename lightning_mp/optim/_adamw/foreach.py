@@ -212,7 +212,7 @@ def round_weights(
     params: list[Tensor],
     residuals: list[Tensor],
     weights: list[Tensor],
-    way: str,
+    rounding: str,
     seed: int,
     skip: Tensor | None = None,
 ) -> None:
@@ -222,7 +222,7 @@ def round_weights(
         params: The weights. Weights in the dtype of the values are copied without rounding.
         residuals: Tensors for the rounding errors; empty to drop the rounding errors.
         weights: The values.
-        way: Rounding without residuals: "stochastic", or to nearest for any other value.
+        rounding: Rounding without residuals: "stochastic", or to nearest for any other value.
         seed: Seed of stochastic rounding; tensor `i` draws from `mix_seed(seed, i)`.
         skip: 0-d bool tensor; nothing is written if it is true.
     """
@@ -234,7 +234,7 @@ def round_weights(
         split = split_weights(weights, half)
         _commit(params, [weight for weight, _ in split], skip)
         _commit(residuals, [rest for _, rest in split], skip)
-    elif way == "stochastic":
+    elif rounding == "stochastic":
         generator = torch.Generator(params[0].device)
         rounded = [
             round_stochastically(w, half, generator=generator.manual_seed(mix_seed(seed, index)))

@@ -75,7 +75,7 @@ def fused_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
             partials,
             lr=rate,
             lr_at=rate_at,
-            seed=_key_of_noise(options.seed),
+            seed=_philox_seed(options.seed),
             beta1=float(options.beta1),
             weight1=1.0 - options.beta1,
             log_beta1=log_of(options.beta1),
@@ -105,7 +105,7 @@ def _rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | Non
     return 0.0, lr.to(device, non_blocking=True)
 
 
-def _key_of_noise(seed: int) -> int:
+def _philox_seed(seed: int) -> int:
     # Bit 62 is set because Triton recompiles for an integer that fits 32 bits.
     return mix_seed(seed, 0) | 1 << 62
 

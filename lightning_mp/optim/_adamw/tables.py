@@ -1,7 +1,7 @@
 """Tables of tensor addresses that the kernels of `adamw_kernels` read on the device.
 
-Legend: a *plan* depends only on weights, states and step counts; a *table* also holds the addresses
-of gradients, which change between steps.
+Legend: a *template* depends only on weights, states and step counts; a *table* also holds the
+addresses of gradients, which change between steps.
 """
 
 import contextlib
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.async_readback import send
-from lightning_mp.optim._adamw.adamw_kernels import CHUNK, MOST_PARTS, ROWS
+from lightning_mp.optim._adamw.adamw_kernels import CHUNK, MAX_PARTS, ROWS
 
 __all__ = ["Tables", "tables_for_capture", "tables_of"]
 
-_Made = TypeVar("_Made")
-_Odd: TypeAlias = tuple[tuple[int, int], ...]
+_Value = TypeVar("_Value")
+_Positions: TypeAlias = tuple[tuple[int, int], ...]
 _GRADS = ROWS.index("grad")
 _IS_ALIGNED = ROWS.index("is_aligned")
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
-# An optimizer has one plan per group and dtype; a table takes 88 bytes per tensor.
-_MOST_PLANS = 32
-_MOST_TABLES = 32
+# An optimizer has one template per group and dtype; a table takes 88 bytes per tensor.
+_MAX_TEMPLATES = 32
+_MAX_TABLES = 32
 
 
 class Tables(NamedTuple):
@@ -52,24 +52,24 @@ def tables_of(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Iterator[Ta
     """
     # If no address has changed since an earlier step, its tables are reused.
     key = _key_of(lists, steps)
-    plan = _remembered(_plans, key, _MOST_PLANS, lambda: _Plan.of(lists, steps))
-    tables, odd = plan.tables_of(lists)
-    if not odd:
+    template = _cached(_templates, key, _MAX_TEMPLATES, lambda: _TableTemplate.of(lists, steps))
+    tables, mismatched = template.tables_of(lists)
+    if not mismatched:
         yield tables
         return
-    stand_ins = [list(each) for each in lists]
-    for row, index in odd:
+    dense_lists = [list(each) for each in lists]
+    for row, index in mismatched:
         tensor = lists[row][index]
         dense = torch.empty_like(lists[0][index], dtype=tensor.dtype)
-        stand_ins[row][index] = dense.copy_(tensor)
-    yield _Plan.of(stand_ins, steps).tables_of(stand_ins)[0]
-    for row, index in odd:
+        dense_lists[row][index] = dense.copy_(tensor)
+    yield _TableTemplate.of(dense_lists, steps).tables_of(dense_lists)[0]
+    for row, index in mismatched:
         if row != _GRADS:
-            lists[row][index].copy_(stand_ins[row][index])
+            lists[row][index].copy_(dense_lists[row][index])
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _TableTemplate:
     """The part of the tables that does not depend on gradients."""
 
     rows: Tensor  # table without gradients, on the host
@@ -78,16 +78,16 @@ class _Plan:
     # Strides of the weights if weights and states are dense and have the same layout.
     strides: tuple[tuple[int, ...], ...] | None
     # Tables by addresses and strides of the gradients, with the positions that need a copy.
-    tables: OrderedDict[Any, tuple[Tables, _Odd]] = field(default_factory=OrderedDict)
+    tables: OrderedDict[Any, tuple[Tables, _Positions]] = field(default_factory=OrderedDict)
 
     @classmethod
-    def of(cls, lists: Sequence[list[Tensor]], steps: list[Tensor]) -> "_Plan":
-        """Check the tensors and build the plan."""
+    def of(cls, lists: Sequence[list[Tensor]], steps: list[Tensor]) -> "_TableTemplate":
+        """Check the tensors and build the template."""
         _check(lists, steps)
         params, device = lists[0], lists[0][0].device
         sizes = torch.tensor([p.numel() for p in params])
         chunks = -(-sizes // CHUNK.value)
-        parts = chunks.clamp_max(MOST_PARTS.value)
+        parts = chunks.clamp_max(MAX_PARTS.value)
         quads = -(-sizes // 4)  # Philox draws noise for four elements at a time
         # Without residuals, their row is never read and may hold any addresses.
         kept = [*lists[:4], lists[-1]]
@@ -98,29 +98,29 @@ class _Plan:
             torch.tensor([step.data_ptr() for step in steps]),
             sizes, is_aligned.long(), quads.cumsum(0) - quads, parts.cumsum(0) - parts, parts,
         ]  # fmt: skip
-        is_dense = all(row == _GRADS for row, _ in _odd_ones(lists))
+        is_dense = all(row == _GRADS for row, _ in _mismatched_layouts(lists))
         return cls(
             rows=torch.cat([addresses, torch.stack(rest)]),
-            chunks=send(_numbered(chunks), device),
-            parts=send(_numbered(parts), device),
+            chunks=send(_tensor_and_piece(chunks), device),
+            parts=send(_tensor_and_piece(parts), device),
             strides=tuple(map(Tensor.stride, params)) if is_dense else None,
         )
 
-    def tables_of(self, lists: Sequence[list[Tensor]]) -> tuple[Tables, _Odd]:
+    def tables_of(self, lists: Sequence[list[Tensor]]) -> tuple[Tables, _Positions]:
         """Return the tables for these gradients and the positions of tensors that need a copy."""
         addresses, strides = key = _key_of_grads(lists)
 
-        def make() -> tuple[Tables, _Odd]:
+        def make() -> tuple[Tables, _Positions]:
             rows = self.rows.clone()
             rows[_GRADS] = torch.tensor(addresses)
             rows[_IS_ALIGNED] *= rows[_GRADS] % 16 == 0
-            odd = () if strides == self.strides else tuple(_odd_ones(lists))
-            return Tables(send(rows, lists[0][0].device), self.chunks, self.parts), odd
+            mismatched = () if strides == self.strides else tuple(_mismatched_layouts(lists))
+            return Tables(send(rows, lists[0][0].device), self.chunks, self.parts), mismatched
 
-        return _remembered(self.tables, key, _MOST_TABLES, make)
+        return _cached(self.tables, key, _MAX_TABLES, make)
 
 
-_plans: OrderedDict[Any, _Plan] = OrderedDict()
+_templates: OrderedDict[Any, _TableTemplate] = OrderedDict()
 # CUDA graphs may be replayed at any time, so tables that they read are never freed.
 _captured: list[Tables] = []
 
@@ -130,11 +130,11 @@ def tables_for_capture(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Ta
     # A host-to-device copy would be captured and replayed from memory that is reused by then. So
     # the tables must exist before the capture; they may come from any stream, because the device is
     # idle when a capture begins.
-    where, _, what = _key_of(lists, steps)
-    for key, plan in _plans.items():
-        if (key[0], key[2]) == (where, what):
-            tables, odd = plan.tables.get(_key_of_grads(lists), (None, ()))
-            if tables is not None and not odd:
+    device, _, rest = _key_of(lists, steps)
+    for key, template in _templates.items():
+        if (key[0], key[2]) == (device, rest):
+            tables, mismatched = template.tables.get(_key_of_grads(lists), (None, ()))
+            if tables is not None and not mismatched:
                 _captured.append(tables)
                 return tables
     return None
@@ -143,7 +143,7 @@ def tables_for_capture(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Ta
 def _key_of(
     lists: Sequence[list[Tensor]], steps: list[Tensor]
 ) -> tuple[torch.device, int | None, tuple[object, ...]]:
-    """Return the device, the stream and everything else that a plan depends on."""
+    """Return the device, the stream and everything else that a template depends on."""
     device = lists[0][0].device
     # A copy on one stream must not be read on another stream before it has finished.
     stream = torch.accelerator.current_stream(device).stream_id if device.type == "cuda" else None
@@ -160,25 +160,25 @@ def _key_of_grads(lists: Sequence[list[Tensor]]) -> tuple[tuple[Any, ...], tuple
     return tuple(map(Tensor.data_ptr, grads)), tuple(map(Tensor.stride, grads))
 
 
-def _remembered(
-    made: OrderedDict[Any, _Made], key: object, most: int, make: Callable[[], _Made]
-) -> _Made:
+def _cached(
+    cache: OrderedDict[Any, _Value], key: object, max_size: int, make: Callable[[], _Value]
+) -> _Value:
     """Return the cached value of a key; evict the least recently used entry."""
-    value = made.pop(key) if key in made else make()
-    made[key] = value
-    if len(made) > most:
-        made.popitem(last=False)
+    value = cache.pop(key) if key in cache else make()
+    cache[key] = value
+    if len(cache) > max_size:
+        cache.popitem(last=False)
     return value
 
 
-def _numbered(counts: Tensor) -> Tensor:
+def _tensor_and_piece(counts: Tensor) -> Tensor:
     """Return (tensor index, piece index) for every piece of every tensor."""
     owners = torch.repeat_interleave(counts)
     pieces = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     return torch.stack([owners, pieces], dim=1).int()
 
 
-def _odd_ones(lists: Sequence[list[Tensor]]) -> Iterator[tuple[int, int]]:
+def _mismatched_layouts(lists: Sequence[list[Tensor]]) -> Iterator[tuple[int, int]]:
     """Yield the (list, index) of tensors that are not dense in the layout of their weight."""
     for index, param in enumerate(lists[0]):
         dense = _strides(torch.empty_like(param, device="meta"))
@@ -211,12 +211,12 @@ def _check(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> None:
     dtypes = (half, grads[0].dtype, full, full, half)
     for name, dtype, each in zip(ROWS, dtypes, lists, strict=False):
         for index, (param, tensor) in enumerate(zip(params, each, strict=True)):
-            _check_one(f"{name}[{index}]", tensor, dtype, device, param.shape)
+            _check_tensor(f"{name}[{index}]", tensor, dtype, device, param.shape)
     for index, step in enumerate(steps):
-        _check_one(f"step[{index}]", step, full, device, torch.Size())
+        _check_tensor(f"step[{index}]", step, full, device, torch.Size())
 
 
-def _check_one(
+def _check_tensor(
     name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, shape: torch.Size
 ) -> None:
     found = (tensor.dtype, tensor.device, tensor.shape)
