@@ -40,7 +40,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
     batch of 32,768. This strategy runs the towers called in `training_step` in micro-batches
     without keeping activations. When the loss has computed the gradients of the features, each
     micro-batch is replayed with grad, and its outputs are compared with the first run's. The
-    gradients are those of the whole batch and are averaged over ranks once per step. The price is
+    gradients are those of the global batch and are averaged over ranks once per step. The price is
     one more forward of the towers. docs/strategies/inf-cl.md lists what differs from plain DDP.
 
     Args:

@@ -33,7 +33,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
     r"""FSDP2 for near-infinite contrastive batches: sharded towers, activations of one micro-batch.
 
     The counterpart of `InfCLStrategy` for FSDP2: towers called in `training_step` run in
-    micro-batches and are replayed for the gradients of the whole batch. Under plain FSDP2 each
+    micro-batches and are replayed for the gradients of the global batch. Under plain FSDP2 each
     replayed micro-batch would reduce-scatter all gradients, 128 times per step for 128
     micro-batches. Here replays follow the backward of the loss, and only the last micro-batch
     reduce-scatters. The model calls `fully_shard` over all ranks in `configure_model`, as shown in

@@ -113,7 +113,7 @@ def overview() -> None:
         f.arrow(260, 84 + 53 * n, 350, 84 + 53 * n)
     outcomes = (
         ("half-precision compute:\nconverges like fp32", "blue"),
-        ("memory grows with b, not b²;\ngradients of the whole batch", "green"),
+        ("memory grows with b, not b²;\ngradients of the global batch", "green"),
         ("alarms that recommend a setting;\nan HTML report of the run", "orange"),
         ("also in other loops:\ntorch, Fabric, Accelerate", "green"),
     )

@@ -103,7 +103,7 @@ class RanksInOne(nn.Module):
         self.ranks = ranks
 
     def forward(self, image_BD: Tensor, text_BD: Tensor, scale: Tensor) -> Tensor:
-        """Return the loss of the whole batch."""
+        """Return the loss of the global batch."""
         target_B = torch.arange(len(image_BD))
         total = image_BD.new_zeros(())
         for rows_b in target_B.chunk(self.ranks):

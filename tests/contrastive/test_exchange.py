@@ -1,4 +1,4 @@
-"""Both exchanges against one process with the whole batch, after the mean that DDP takes."""
+"""Both exchanges against one process with the global batch, after the mean that DDP takes."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Towers that are frozen and unfrozen in training, against one process with the whole batch."""
+"""Towers that are frozen and unfrozen in training, against one process with the global batch."""
 
 import copy
 from typing import Any
