@@ -20,7 +20,7 @@ from lightning_mp.callbacks._locate.replay import undisturbed
 from lightning_mp.callbacks._preflight.page import preflight_page
 from lightning_mp.callbacks._preflight.result import Preflight
 from lightning_mp.callbacks._preflight.runs import Runs
-from lightning_mp.callbacks._preflight.search import look
+from lightning_mp.callbacks._preflight.search import preflight_step
 from lightning_mp.callbacks._step.training_state import is_sharded, scaler_of
 from lightning_mp.callbacks._words.preflight import settings_of, table_of, verdict_of
 from lightning_mp.callbacks._words.usage import usage
@@ -114,7 +114,7 @@ class PrecisionPreflight(pl.Callback):
         runs = Runs(trainer, batch, batch_idx)
         agree = trainer.strategy.broadcast if trainer.world_size > 1 else lambda value: value
         is_last = self._seen == self._wanted
-        self.result = found = look(runs, self.result, agree, is_last)
+        self.result = found = preflight_step(runs, self.result, agree, is_last)
         if found is None:
             self._end(usage("preflight_rows"))
         if found is None or not is_last:

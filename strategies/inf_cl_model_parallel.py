@@ -25,10 +25,12 @@ from lightning_mp.strategies._inf_cl.serving import ServesTowers
 
 __all__ = ["InfCLModelParallelStrategy"]
 
-_OTHERS = sorted(set(inspect.signature(ModelParallelStrategy.__init__).parameters) - {"self"})
+_BASE_ARGUMENTS = sorted(
+    set(inspect.signature(ModelParallelStrategy.__init__).parameters) - {"self"}
+)
 
 
-@explains_arguments(also=_OTHERS)
+@explains_arguments(also=_BASE_ARGUMENTS)
 class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
     r"""FSDP2 for near-infinite contrastive batches: sharded towers, activations of one micro-batch.
 

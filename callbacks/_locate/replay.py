@@ -71,8 +71,8 @@ def search(
         return 0, 0, Finding(source="failed", text=CAUSES["no_replay"])
     inexact = ""
     for index, record in enumerate(records):
-        look = partial(_look, trainer, record, steps, near)
-        for rank, (finding, _, difference) in enumerate(look(scale)):
+        findings_at = partial(_replayed_findings, trainer, record, steps, near)
+        for rank, (finding, _, difference) in enumerate(findings_at(scale)):
             inexact = inexact or difference
             if finding is None:
                 continue
@@ -80,7 +80,7 @@ def search(
             if outlier is not None:
                 rank, finding = outlier
             elif finding.source == "backward" and scale is not None:
-                rank, finding = _at_lower_scales(look, rank, finding, scale)
+                rank, finding = _at_lower_scales(findings_at, rank, finding, scale)
             return index, rank, replace(finding, text=f"{finding.text} {difference}".rstrip())
     nowhere = CAUSES["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
     return 0, 0, Finding(source="nowhere", text=f"{nowhere} {inexact}".rstrip())
@@ -114,7 +114,7 @@ def _outlier(
     rank = next((rank for rank, each in enumerate(found) if each is not None), None)
     if rank is None or finding.source not in ("forward", "backward"):
         return None
-    again = _look(trainer, replace(record, batch=calm, loss=None), steps, near, scale)
+    again = _replayed_findings(trainer, replace(record, batch=calm, loss=None), steps, near, scale)
     if any(each is not None for each, _, _ in again):
         return None
     name, amax, usual = found[rank]
@@ -137,11 +137,11 @@ def _difference(trace: Trace, record: Record) -> str:
 
 
 def _at_lower_scales(
-    look: Callable[[float], list[_Seen]], rank: int, finding: Finding, scale: float
+    findings_at: Callable[[float], list[_Seen]], rank: int, finding: Finding, scale: float
 ) -> tuple[int, Finding]:
     """Return the finding at a loss scale of 1, or the given finding with a fitting scale."""
     # A value that is non-finite at a scale of 1 does not depend on the scale.
-    seen = look(1.0)
+    seen = findings_at(1.0)
     for other, (found, _, _) in enumerate(seen):
         if found is not None:
             return other, found
@@ -150,7 +150,7 @@ def _at_lower_scales(
     while fitting * 2 <= room and fitting * 2 < scale:
         fitting *= 2
     for _ in range(_LOWERINGS):  # partial sums in a kernel can overflow before the result
-        if fitting <= 1 or min(room for _, room, _ in look(fitting)) > 0:
+        if fitting <= 1 or min(room for _, room, _ in findings_at(fitting)) > 0:
             break
         fitting = max(fitting / 4, 1.0)
     else:
@@ -159,7 +159,7 @@ def _at_lower_scales(
     return rank, replace(finding, text=text, fitting_scale=fitting)
 
 
-def _look(
+def _replayed_findings(
     trainer: pl.Trainer, record: Record, steps: int, near: float, scale: float | None
 ) -> list[_Seen]:
     """Replay a batch; return finding, headroom and `_difference` of every rank."""

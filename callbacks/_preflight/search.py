@@ -12,7 +12,7 @@ from lightning_mp.callbacks._preflight.result import MATTERS, Preflight, Remedy
 from lightning_mp.callbacks._preflight.runs import Run, Runs
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
-__all__ = ["look"]
+__all__ = ["preflight_step"]
 
 _TRIED = 8  # tried modules with the largest own errors, and tried ops
 _CLAMPED = 4  # tried clamps of modules whose output exceeds fp16
@@ -23,7 +23,7 @@ _HIGHEST = 2.0**24
 _FP16_MAX = torch.finfo(torch.float16).max
 
 
-def look(
+def preflight_step(
     runs: Runs, before: Preflight | None, agree: Callable[[Any], Any], is_last: bool
 ) -> Preflight | None:
     """Return the result with one more step; `None` if the batch has no gradient noise.

@@ -67,7 +67,7 @@ class RobustWindow:
                 setattr(self, name, getattr(self, name).to(values_k.device))
         # A value of exactly 0 is not judged: no sample of the batch violates its margin.
         judged_k = judged_k & (values_k != 0)
-        verdict = self._look(values_k, judged_k, spread)
+        verdict = self._judge_values(values_k, judged_k, spread)
         is_spike_k, is_new_k = verdict.is_spike, verdict.is_new_level
         is_healthy_k = verdict.is_finite & ~is_spike_k & judged_k
         moved_kn = torch.cat([self._values_kn[:, 1:], values_k[:, None]], dim=1)
@@ -76,7 +76,7 @@ class RobustWindow:
         self._streak_k = (self._streak_k + is_spike_k) * ~(is_healthy_k | is_new_k)
         return verdict
 
-    def _look(self, values_k: Tensor, judged_k: Tensor, spread: float) -> SignalVerdict:
+    def _judge_values(self, values_k: Tensor, judged_k: Tensor, spread: float) -> SignalVerdict:
         # `nanmedian` raises on CUDA with deterministic algorithms, so sort.
         sorted_kn = self._values_kn.sort(dim=1).values  # NaN (no value) is sorted last
         count_k = self._values_kn.isfinite().sum(dim=1)

@@ -23,7 +23,7 @@ _MOST_EXPERTS = 512
 
 
 class FunctionMode(TorchFunctionMode):
-    """Calls `look` with the name of the innermost running module, and with tensors by kind.
+    """Calls `receive` with the name of the innermost running module, and with tensors by kind.
 
     Module hooks cannot see the arguments of functions such as attention, a loss or `topk`.
     """
@@ -31,12 +31,12 @@ class FunctionMode(TorchFunctionMode):
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
-        look: Callable[[str, Mapping[str, Tensor]], object],
+        receive: Callable[[str, Mapping[str, Tensor]], object],
     ) -> None:
         super().__init__()
         self._modules = modules
         self._names = {id(module): name for name, module in modules.items()}
-        self._look = look
+        self._receive = receive
         self._are_experts: dict[tuple[str, int], bool] = {}  # by module and number of choices
 
     def __torch_function__(
@@ -54,7 +54,7 @@ class FunctionMode(TorchFunctionMode):
                     found = self._of_choice(name, output, *args, **kwargs)
                 else:
                     found = _of_loss(*args, **kwargs)
-            self._look(name, found)
+            self._receive(name, found)
         return output
 
     def _running(self) -> str | None:

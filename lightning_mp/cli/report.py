@@ -52,7 +52,7 @@ def _search(folder: Path) -> tuple[Path, dict[str, Any] | None]:
     )
 
 
-_EMPTY: dict[str, Any] = {  # the data of an empty report
+_EMPTY_REPORT: dict[str, Any] = {  # the data of an empty report
     "run": {
         **{"title": "A model", "steps": 0, "starts": [], "written": "an unknown time"},
         **{"end": {"how": "running"}, "has_loss_scale": False, "facts": [], "monitors": []},
@@ -64,14 +64,14 @@ _EMPTY: dict[str, Any] = {  # the data of an empty report
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Return the parts of a report's data that a page can show; `None` for other files."""
-    parts = parts_of(path, *_EMPTY)
+    parts = parts_of(path, *_EMPTY_REPORT)
     if parts is None:
         return None
-    known = dict(_EMPTY)
-    for key in _EMPTY:
+    known = dict(_EMPTY_REPORT)
+    for key in _EMPTY_REPORT:
         if key == "counts":  # if the counts are lost, count the alarms
             levels = [alarm["severity"] for alarm in known["alarms"]]
-            known[key] = {level: levels.count(level) for level in _EMPTY[key]}
+            known[key] = {level: levels.count(level) for level in _EMPTY_REPORT[key]}
             known["first"] = next((a for a in known["alarms"] if a["severity"] != "info"), None)
         known[key] = _renderable(known, key, parts.get(key) or known[key])
     if known != parts:

@@ -33,7 +33,7 @@ def unit_rows(features_RD: Tensor) -> tuple[Tensor, Tensor]:
     return unit_RD, norm_R1 * peak_R1
 
 
-def _weighted(score_nm: Tensor, norm: Tensor | None) -> Tensor:
+def _times_norm(score_nm: Tensor, norm: Tensor | None) -> Tensor:
     return score_nm if norm is None else score_nm * norm
 
 
@@ -98,8 +98,8 @@ def retrieval_ranks(
     # a common factor and is left out.
     for images, texts, cosine_nm, norm_n1, norm_m, match_nm in tiles():
         cosine_nm -= rounding
-        row_best_n = _best(_weighted(cosine_nm, norm_m), match_nm, dim=1)
-        column_best_m = _best(_weighted(cosine_nm, norm_n1), match_nm, dim=0)
+        row_best_n = _best(_times_norm(cosine_nm, norm_m), match_nm, dim=1)
+        column_best_m = _best(_times_norm(cosine_nm, norm_n1), match_nm, dim=0)
         best_text_N[images] = torch.maximum(best_text_N[images], row_best_n)
         best_image_M[texts] = torch.maximum(best_image_M[texts], column_best_m)
         matched_N[images] |= match_nm.any(dim=1)
@@ -110,10 +110,10 @@ def retrieval_ranks(
         # The upper end: scores that differ by less than twice the rounding are ties.
         cosine_nm += rounding
         text_rank_N[images] += _count_not_below(
-            _weighted(cosine_nm, norm_m), best_text_N[images, None], match_nm, dim=1
+            _times_norm(cosine_nm, norm_m), best_text_N[images, None], match_nm, dim=1
         )
         image_rank_M[texts] += _count_not_below(
-            _weighted(cosine_nm, norm_n1), best_image_M[texts], match_nm, dim=0
+            _times_norm(cosine_nm, norm_n1), best_image_M[texts], match_nm, dim=0
         )
     # Otherwise a NaN query would be a hit if fewer than k candidates do not match.
     text_rank_N[best_text_N == -math.inf] = len(text_MD) + 1

@@ -90,7 +90,7 @@ class ContrastiveRecall(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        names = [f"{d}_{n}" for d in _DIRECTIONS for n in (*_names(top_k), "queries")]
+        names = [f"{d}_{n}" for d in _DIRECTIONS for n in (*_value_names(top_k), "queries")]
         check_value(self, value, names)
         self.top_k = tuple(top_k)
         self.value = value
@@ -306,7 +306,7 @@ class ContrastiveRecall(Metric):
             self.image_ids, self.text_ids = [], []
 
 
-def _names(top_k: Sequence[int]) -> list[str]:
+def _value_names(top_k: Sequence[int]) -> list[str]:
     return [*(f"recall@{k}" for k in top_k), "median_rank", "mean_rank"]
 
 

@@ -179,9 +179,9 @@ def _merge(partials_KR: Tensor, layout: _BatchLayout) -> Tensor:
     # Squared in float64, where squares do not overflow.
     norms_R = partials_KR[StatField.SUM_OF_SQUARES]
     norms_R.mul_(partials_KR[_UNIT]).square_()
-    totals_2NK = _segments(partials_KR[:_UNIT].T, layout.segments, "sum").view(2, -1, _UNIT)
+    totals_2NK = _reduce_segments(partials_KR[:_UNIT].T, layout.segments, "sum").view(2, -1, _UNIT)
     stats_NK = totals_2NK.sum(0)
-    amax_2N = _segments(partials_KR[StatField.AMAX], layout.segments, "max").view(2, -1)
+    amax_2N = _reduce_segments(partials_KR[StatField.AMAX], layout.segments, "max").view(2, -1)
     stats_NK[:, StatField.AMAX] = amax_2N.amax(0).clamp_min(0)  # -inf without rows
     stats_NK[:, StatField.ZEROS] -= send(
         torch.tensor(layout.padding, dtype=stats_NK.dtype), stats_NK.device
@@ -190,7 +190,9 @@ def _merge(partials_KR: Tensor, layout: _BatchLayout) -> Tensor:
     return stats_NK
 
 
-def _segments(rows_RK: Tensor, lengths: tuple[int, ...], reduce: Literal["sum", "max"]) -> Tensor:
+def _reduce_segments(
+    rows_RK: Tensor, lengths: tuple[int, ...], reduce: Literal["sum", "max"]
+) -> Tensor:
     """Reduce consecutive rows per segment; empty segments give sums of 0 and maxima of -inf."""
     # In a fixed order, unlike `index_add_`, whose atomics are not deterministic.
     if rows_RK.device.type in ("cpu", "cuda"):
@@ -199,10 +201,10 @@ def _segments(rows_RK: Tensor, lengths: tuple[int, ...], reduce: Literal["sum", 
             rows_RK, reduce, lengths=on_device, axis=0, unsafe=True
         )
         return reduced
-    return _segments_in_turn(rows_RK, lengths, reduce)
+    return _reduce_segments_one_by_one(rows_RK, lengths, reduce)
 
 
-def _segments_in_turn(
+def _reduce_segments_one_by_one(
     rows_RK: Tensor, lengths: tuple[int, ...], reduce: Literal["sum", "max"]
 ) -> Tensor:
     """Reduce one segment at a time, for devices without `segment_reduce`, such as MPS."""

@@ -77,12 +77,12 @@ def stats_kernel(table, tensor_of_chunk, subnormal, partials, first_chunk, FORMA
     below = _bits_of_bound(subnormal)
     # Two pointers, because an alignment hint applies to all uses of a pointer.
     aligned = tl.multiple_of(_at(address, FORMAT) + start, 16)
-    amax, marks, squares = _none(BLOCK)
+    amax, marks, squares = _initial_values(BLOCK)
     for at in range(0, whole, BLOCK):
         x = _widened(tl.load(aligned + at + tl.arange(0, BLOCK)), FORMAT)
         amax, marks, squares = _add(x, True, below, amax, marks, squares)
     rest = _at(address, FORMAT) + start
-    amax_2, marks_2, squares_2 = _none(MASKED_BLOCK)
+    amax_2, marks_2, squares_2 = _initial_values(MASKED_BLOCK)
     for at in range(whole, count, MASKED_BLOCK):
         lane = at + tl.arange(0, MASKED_BLOCK)
         x = _widened(tl.load(rest + lane, mask=lane < count, other=0), FORMAT)
@@ -136,7 +136,7 @@ def _widened(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _none(SIZE: tl.constexpr):
+def _initial_values(SIZE: tl.constexpr):
     """Return initial values for `_add`: magnitude bits, three counts in one word, and sums."""
     return tl.zeros([SIZE], tl.int32), tl.zeros([SIZE], tl.uint32), tl.zeros([SIZE], tl.float64)
 

@@ -83,22 +83,24 @@ class TensorStats:
     @cached_property
     def amax(self) -> dict[str, float]:
         """Largest finite magnitude."""
-        return self._named(self.column(StatField.AMAX))
+        return self._by_name(self.column(StatField.AMAX))
 
     @cached_property
     def non_finite(self) -> dict[str, int]:
         """Number of NaN and infinite values."""
-        return {name: int(n) for name, n in self._named(self.column(StatField.NON_FINITE)).items()}
+        return {
+            name: int(n) for name, n in self._by_name(self.column(StatField.NON_FINITE)).items()
+        }
 
     @cached_property
     def zero_share(self) -> dict[str, float]:
         """Share of zeros, from 0 to 1; 0 for an empty tensor."""
-        return self._named(self._share(StatField.ZEROS))
+        return self._by_name(self._share(StatField.ZEROS))
 
     @cached_property
     def subnormal_share(self) -> dict[str, float]:
         """Share of values that are subnormal or flushed to zero in fp16 at the given scale."""
-        return self._named(self._share(StatField.SUBNORMALS))
+        return self._by_name(self._share(StatField.SUBNORMALS))
 
     def headroom_bits(self, scale: float = 1.0) -> dict[str, float]:
         """Return the number of doublings between the largest magnitude and overflow in fp16.
@@ -111,11 +113,11 @@ class TensorStats:
         with np.errstate(divide="ignore"):
             # log2(0) is intended: tensors of zeros have a headroom of inf.
             bits = np.log2(_FP16_LARGEST / scale) - np.log2(self.column(StatField.AMAX))
-        return self._named(bits)
+        return self._by_name(bits)
 
     def _share(self, field: StatField) -> _Numbers:
         # Shares of an empty tensor are 0.
         return self.column(field) / np.maximum(np.asarray(self.numels, dtype=np.float64), 1)
 
-    def _named(self, numbers: _Numbers) -> dict[str, float]:
+    def _by_name(self, numbers: _Numbers) -> dict[str, float]:
         return dict(zip(self.names, numbers.tolist(), strict=True))

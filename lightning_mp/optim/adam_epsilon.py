@@ -188,7 +188,9 @@ def _half_parameter_reports(
 
 
 def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> EpsilonReport | None:
-    second_moments = [v for k, v in optimizer.state.get(parameter, {}).items() if _is_second(k, v)]
+    second_moments = [
+        v for k, v in optimizer.state.get(parameter, {}).items() if _is_second_moment(k, v)
+    ]
     dtype = second_moments[0].dtype if second_moments else parameter.dtype
     for cls, beta2_of, placement in _EPSILON_PLACEMENTS:
         if isinstance(optimizer, cls):
@@ -219,5 +221,5 @@ def _adjust_to_placement(report: EpsilonReport, placement: str) -> EpsilonReport
     return replace(report, largest_step=math.inf)
 
 
-def _is_second(name: str, value: object) -> bool:
+def _is_second_moment(name: str, value: object) -> bool:
     return name in _SECOND_MOMENTS and is_moment(name, value)

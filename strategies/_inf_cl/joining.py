@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_mp._argument_values import shown
 from lightning_mp.gradient_cache._served.arguments import (
     Tree,
-    described,
+    describe,
     is_array,
     open_tree,
     rows_of,
@@ -78,9 +78,9 @@ class JoinedBatch:
         }
         self._rows = self._batches = 0
         # Undeclared fields that number something from 0 in every loader batch so far.
-        self._numbering = {path for path, field in self._fields.items() if field.role == ROWS} - {
-            path for path in self._fields if declared.role(path, "field")
-        }
+        self._numbering_fields = {
+            path for path, field in self._fields.items() if field.role == ROWS
+        } - {path for path in self._fields if declared.role(path, "field")}
 
     def add(self, batch: Any) -> None:
         """Copy a loader batch to its rows; the loader batch may be freed afterwards.
@@ -98,21 +98,23 @@ class JoinedBatch:
                 "return the same fields for every batch."
             )
         rows = self._check_lengths(leaves)
-        self._numbering = {p for p in self._numbering if numbers_rows(p, values[p], rows)}
+        self._numbering_fields = {
+            p for p in self._numbering_fields if numbers_rows(p, values[p], rows)
+        }
         self._batches += 1
         if self._batches > 1:
             self._check_numbering()
         for path, field in self._fields.items():
             if field.role.kind == "row numbers":
-                values[path] = self._shifted(field, values, rows)
+                values[path] = self._with_offset(field, values, rows)
         for path, field in self._fields.items():
             field.add(values[path])
         self._rows += rows
 
-    def whole(self) -> Any:
+    def concatenated(self) -> Any:
         """Return the concatenated batch."""
         for field in self._fields.values():
-            if field.other is not None:
+            if field.different is not None:
                 self._raise_for_different_values(field)
         return self._tree.rebuild([field.joined() for field in self._fields.values()])
 
@@ -125,10 +127,10 @@ class JoinedBatch:
             if not role.has_rows or role.kind == "row numbers":
                 continue
             length = len(leaf.value) if _has_length(leaf.value) else 0
-            is_own = (
+            has_own_length = (
                 role.rows_per_sample == 1 and self._declared.role(leaf.path, "field") is not None
             )
-            if is_own or length in {samples * role.rows_per_sample for samples in expected}:
+            if has_own_length or length in {samples * role.rows_per_sample for samples in expected}:
                 continue
             raise ValueError(
                 f"Gathered `{leaf.path}` with {length} rows, but its role is {str(role)!r} and the "
@@ -137,7 +139,7 @@ class JoinedBatch:
             )
         return rows
 
-    def _shifted(self, field: "_Field", values: Mapping[str, Any], rows: int) -> Any:
+    def _with_offset(self, field: "_Field", values: Mapping[str, Any], rows: int) -> Any:
         """Return the row numbers of a loader batch with the offset of the whole batch."""
         start, count = self._rows, rows
         if field.role.numbered_field:
@@ -166,8 +168,8 @@ class JoinedBatch:
         return numbers.numpy() if isinstance(value, np.ndarray) else type(value)(numbers.tolist())
 
     def _check_numbering(self) -> None:
-        for path in sorted(self._numbering):
-            if _last(path) == "ids":
+        for path in sorted(self._numbering_fields):
+            if _field_name(path) == "ids":
                 raise ValueError(
                     f"Gathered `{path}` of several loader batches. Each loader batch numbers its "
                     "ids from 0, so equal ids would not mean the same item. Use ids of the data "
@@ -180,7 +182,7 @@ class JoinedBatch:
                 f"only. Declare the field that it numbers: `roles={{{path!r}: 'row numbers of "
                 "text'}`. If the numbers are labels, declare 'rows'."
             )
-            if _last(path) == "positives":
+            if _field_name(path) == "positives":
                 raise ValueError(message)
             # Only a warning, because distinct labels look like row numbers.
             warnings.warn(message, stacklevel=2)
@@ -195,9 +197,9 @@ class JoinedBatch:
         }
         raise ValueError(
             f"Gathered `{field.path}`, which differs between loader batches: "
-            f"{_described(field.first)} and {_described(field.other)}. Only fields with rows can "
-            "be concatenated. Return one value per row, or declare the fields with rows, as for "
-            f"several texts per image: `roles={roles}`."
+            f"{_describe_value(field.first)} and {_describe_value(field.different)}. Only fields "
+            "with rows can be concatenated. Return one value per row, or declare the fields with "
+            f"rows, as for several texts per image: `roles={roles}`."
         )
 
 
@@ -210,7 +212,7 @@ class _Field:
         """Number of rows so far."""
         self.first: Any = None
         """Value of the first loader batch, for a field that is whole."""
-        self.other: Any = None
+        self.different: Any = None
         """A different value of another loader batch."""
         self._memory: Tensor | None = None
         self._lists: list[Any] = []
@@ -219,14 +221,14 @@ class _Field:
         if self.role == WHOLE:
             if self.first is None:
                 self.first = value
-            elif self.other is None and not _is_same(value, self.first):
-                self.other = value
+            elif self.different is None and not _is_same(value, self.first):
+                self.different = value
             return
         if isinstance(value, Tensor):
             self._copy(value)
         elif self.role.padding is not None:
             raise ValueError(
-                f"Gathered `{self.path}`, declared as '{self.role}', {described(value)}. Only "
+                f"Gathered `{self.path}`, declared as '{self.role}', {describe(value)}. Only "
                 "tensors can be padded. Make `collate_fn` return a tensor."
             )
         else:
@@ -265,9 +267,9 @@ class _Field:
             # Twice the size, so that larger loader batches do not cause a copy each time.
             rows = 2 * filled if filled > len(memory) else len(memory)
             grown = self._allocate(value, rows, shape)
-            _part(grown, slice(0, self.filled), memory).copy_(memory[: self.filled])
+            _rows_like(grown, slice(0, self.filled), memory).copy_(memory[: self.filled])
             memory = grown
-        _part(memory, slice(self.filled, filled), value).copy_(value)
+        _rows_like(memory, slice(self.filled, filled), value).copy_(value)
         self._memory = memory
 
     def _allocate(self, like: Tensor, rows: int, shape: Sequence[int]) -> Tensor:
@@ -300,18 +302,18 @@ def numbers_rows(path: str, value: Any, rows: int) -> bool:
     if not numbers.numel() or numbers.min() < 0:
         return False
     count = len(numbers.unique())
-    if _last(path) == "ids":
+    if _field_name(path) == "ids":
         return bool(numbers.max() == count - 1) and count >= max(2, len(value) / _ROWS_PER_ID)
     if count != numbers.numel():
         return False
     is_each_once = len(numbers) == len(value) >= _LIKELY_LABELS
     is_in_range = bool(numbers.max() < max(rows, numbers.numel()))
-    return is_in_range and (_last(path) == "positives" or is_each_once)
+    return is_in_range and (_field_name(path) == "positives" or is_each_once)
 
 
 def local_ids(batch: Any, declared: DeclaredRoles) -> str | None:
     """Return the name of undeclared `ids` that number rows from 0; `None` if there are none."""
-    leaves = [leaf for leaf in open_batch(batch).leaves if _last(leaf.path) == "ids"]
+    leaves = [leaf for leaf in open_batch(batch).leaves if _field_name(leaf.path) == "ids"]
     found = (
         leaf.path
         for leaf in leaves
@@ -336,11 +338,11 @@ def _has_length(value: Any) -> bool:
     return is_array(value) or isinstance(value, (list, tuple))
 
 
-def _last(path: str) -> str:
+def _field_name(path: str) -> str:
     return path.split(".")[-1]
 
 
-def _part(memory: Tensor, rows: slice, like: Tensor) -> Tensor:
+def _rows_like(memory: Tensor, rows: slice, like: Tensor) -> Tensor:
     part = memory[rows]
     return part[:, : like.shape[1]] if like.ndim > 1 else part
 
@@ -353,9 +355,9 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(torch.as_tensor(one == other).all())
 
 
-def _described(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     # Messages quote only numbers and flags of a data set, no other values.
     shape = getattr(value, "shape", ())
     if len(shape):
         return f"{value.dtype} of shape {list(shape)}"
-    return shown(value) if isinstance(value, (bool, int, float)) else described(value)
+    return shown(value) if isinstance(value, (bool, int, float)) else describe(value)

@@ -104,7 +104,7 @@ class _GatheringLoader:
             self._note_end(taken)
             if gathered is None or (taken < self._count and self._drops_last()):
                 return
-            whole, gathered = gathered.whole(), None
+            whole, gathered = gathered.concatenated(), None
             yield whole
             del whole  # frees the batch before the next one is allocated
 

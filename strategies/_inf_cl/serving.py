@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # the class it is mixed into
 else:
     _Strategy = object
 
-_KEY = "micro_batch_sizes"
+_CHECKPOINT_KEY = "micro_batch_sizes"
 
 
 @explains_arguments(
@@ -140,7 +140,7 @@ class ServesTowers(ForLightning, _Strategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._micro_batch_sizes:
             # A resumed run needs the same micro-batches to draw the same dropout masks.
-            checkpoint[_KEY] = dict(self._micro_batch_sizes)
+            checkpoint[_CHECKPOINT_KEY] = dict(self._micro_batch_sizes)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     @override
@@ -148,7 +148,7 @@ class ServesTowers(ForLightning, _Strategy):
         checkpoint = super().load_checkpoint(*args, **kwargs)
         if self.loader_batches_per_step == 1:
             drop_states(checkpoint)
-        self._micro_batch_sizes = dict(checkpoint.get(_KEY, {}))
+        self._micro_batch_sizes = dict(checkpoint.get(_CHECKPOINT_KEY, {}))
         if self._cache is not None:
             self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
         return checkpoint

@@ -270,7 +270,7 @@ def test_dtensors_contribute_their_local_shards() -> None:
 @pytest.mark.parametrize("reduce", ["sum", "max"])
 def test_segments_reduce_equally_with_and_without_segment_reduce(reduce: str) -> None:
     values, lengths = torch.randn(40, 3, dtype=torch.float64), (7, 0, 1, 32, 0)
-    together = rows._segments(values, lengths, reduce)
-    in_turn = rows._segments_in_turn(values, lengths, reduce)
-    torch.testing.assert_close(together, in_turn, rtol=1e-13, atol=1e-13)
-    assert torch.equal(in_turn[2], values[7])
+    together = rows._reduce_segments(values, lengths, reduce)
+    one_by_one = rows._reduce_segments_one_by_one(values, lengths, reduce)
+    torch.testing.assert_close(together, one_by_one, rtol=1e-13, atol=1e-13)
+    assert torch.equal(one_by_one[2], values[7])

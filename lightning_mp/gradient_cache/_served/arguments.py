@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from lightning_mp._nested import open_container
 from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, DeclaredRoles, Role
 
-__all__ = ["Arguments", "EarlierCalls", "Tree", "described", "is_array", "open_tree", "rows_of"]
+__all__ = ["Arguments", "EarlierCalls", "Tree", "describe", "is_array", "open_tree", "rows_of"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,7 +93,7 @@ class Arguments:
         earlier: "EarlierCalls | None" = None,
         expected: int | None = None,
     ) -> None:
-        tree = open_call(_names(signature_of, len(args)), args, kwargs)
+        tree = open_call(_argument_names(signature_of, len(args)), args, kwargs)
         # By identity, because `==` compares the values of tensors.
         self._constants = {id(tensor) for tensor in constants}
         self._declared = declared or DeclaredRoles({})
@@ -131,7 +131,7 @@ class Arguments:
         words: dict[str, list[str]] = {}
         for leaf, role in zip(self._leaves, self.roles, strict=True):
             taken = "whole" if role == WHOLE else f"as {role} of the batch"
-            words.setdefault(taken, []).append(f"`{leaf.path}` {described(leaf.value)}")
+            words.setdefault(taken, []).append(f"`{leaf.path}` {describe(leaf.value)}")
         parts = [f"taken {taken}: {', '.join(words[taken])}" for taken in sorted(words)]
         return "; ".join(parts) or "no arguments"
 
@@ -204,7 +204,7 @@ class Arguments:
         role = dataclasses.replace(role, rows_per_sample=rows_per_sample)
         if len(value) != rows_per_sample * self.batch_size:
             raise ValueError(
-                f"Passed `{path}`, {described(value)}, which is declared as {str(role)!r}, to a "
+                f"Passed `{path}`, {describe(value)}, which is declared as {str(role)!r}, to a "
                 f"tower called with {self.batch_size} rows. Correct it in `roles`."
             )
         return role
@@ -273,7 +273,7 @@ def rows_of(batch: Any) -> int | None:
     return Counter(sizes).most_common(1)[0][0] if sizes else None
 
 
-def _names(signature_of: Callable[..., Any], count: int) -> list[str]:
+def _argument_names(signature_of: Callable[..., Any], count: int) -> list[str]:
     """Return names for `count` positional arguments."""
     try:
         parameters = inspect.signature(signature_of).parameters.values()
@@ -287,7 +287,7 @@ def _names(signature_of: Callable[..., Any], count: int) -> list[str]:
     return [*positional[:count], *(f"{rest}[{index}]" for index in range(missing))]
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return the shape, length or type of a value, for messages."""
     if isinstance(value, (Tensor, np.ndarray)):
         return str(list(value.shape))
@@ -339,11 +339,11 @@ def _open(value: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]]
     if node is not None:  # built-in containers, and also Hugging Face's `ModelOutput`s
         items, context = node.flatten_fn(value)
         items = list(items)
-        steps = _steps(list(value) if isinstance(value, Mapping) else range(len(items)))
+        steps = _path_steps(list(value) if isinstance(value, Mapping) else range(len(items)))
         return steps, items, lambda items: node.unflatten_fn(items, context)
     opened = open_container(value)
-    return None if opened is None else (_steps(opened.keys), opened.items, opened.close)
+    return None if opened is None else (_path_steps(opened.keys), opened.items, opened.close)
 
 
-def _steps(keys: Iterable[Any]) -> list[str]:
+def _path_steps(keys: Iterable[Any]) -> list[str]:
     return [f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in keys]

@@ -59,7 +59,7 @@ def find_micro_batch_size(
         # Probing the allocator accounts for fragmentation and workspaces.
         rows = _by_doubling(call, trained)
     elif activation_bytes is None and is_cuda:
-        rows = _by_budget(call, _free_bytes(call.device) - _reserve(call, trained))
+        rows = _by_budget(call, _free_bytes(call.device) - _other_step_bytes(call, trained))
     else:
         # Sums of gradients do not depend on the number of rows.
         gradients = sum(_bytes(x) for x in call.trained.parameters)
@@ -80,8 +80,8 @@ def _by_doubling(call: "TowerCall", trained: Iterable[Tensor]) -> int:
     if not _fits(call, rows):
         return 0
     # The reserve may be an overestimate, so the first probe runs without it.
-    with _reserved(_reserve(call, trained), call.device) as is_reserved:
-        while is_reserved and _fits(call, rows):
+    with _hold_memory(_other_step_bytes(call, trained), call.device) as is_held:
+        while is_held and _fits(call, rows):
             fitting = rows
             if rows == call.batch_size:
                 break
@@ -136,7 +136,7 @@ def _fits(call: "TowerCall", rows: int) -> bool:
 
 
 @contextmanager
-def _reserved(size: int, device: torch.device) -> Iterator[bool]:
+def _hold_memory(size: int, device: torch.device) -> Iterator[bool]:
     """Hold `size` bytes of memory; yield whether they were available."""
     try:
         placeholder = torch.empty(size, dtype=torch.uint8, device=device)
@@ -157,7 +157,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
-def _reserve(call: "TowerCall", trained: Iterable[Tensor]) -> int:
+def _other_step_bytes(call: "TowerCall", trained: Iterable[Tensor]) -> int:
     """Estimate the bytes that a step needs besides the activations of a micro-batch."""
     features = call.probe(_first_rows(call)) * call.batch_size
     states = sum(_bytes(x) for x in trained)

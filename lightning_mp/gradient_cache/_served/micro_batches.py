@@ -99,8 +99,8 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[tuple[slice, list[Any]]]:
         """Yield the rows and the leaves of each micro-batch, in order."""
-        if self._copies_ahead():
-            return self._copied_ahead(self._slices)
+        if self._is_prefetching():
+            return self._prefetched(self._slices)
         return ((rows, self._micro_batch_leaves(rows)) for rows in self._slices)
 
     def first_run(self) -> Iterator[tuple[slice, list[Any]]]:
@@ -133,11 +133,11 @@ class MicroBatches:
     def samples(self, rows: int) -> list[list[Any]]:
         """Return copies of the first rows, as many as the device holds during an iteration."""
         # Copies, because a function may write to its rows and a probe must not change the batch.
-        count = max(self._prefetch + 1, 2) if self._copies_ahead() else 1
+        count = max(self._prefetch + 1, 2) if self._is_prefetching() else 1
         # At full length, because later rows may be longer.
         return [
             [
-                _copied(self._micro_batch_leaf(i, slice(0, rows), False))
+                _clone(self._micro_batch_leaf(i, slice(0, rows), False))
                 for i in range(len(self._leaves))
             ]
             for _ in range(count)
@@ -149,7 +149,7 @@ class MicroBatches:
             _first_row(leaf, role, count) if role.has_rows else leaf
             for leaf, role in zip(self._leaves, self._roles, strict=True)
         ]
-        tensors = [_copied(x) for x in leaves]
+        tensors = [_clone(x) for x in leaves]
         return [x.to(self._device) if isinstance(x, Tensor) else x for x in tensors]
 
     def written_since(self) -> list[int]:
@@ -169,7 +169,7 @@ class MicroBatches:
             for leaf in self._leaves
         ]
 
-    def _copies_ahead(self) -> bool:
+    def _is_prefetching(self) -> bool:
         is_cuda = self._device is not None and self._device.type == "cuda"
         return is_cuda and any(self._is_on_host(index) for index in range(len(self._leaves)))
 
@@ -206,7 +206,7 @@ class MicroBatches:
         part = self._rows(index, rows, cut_padding)
         return part.to(self._device) if isinstance(part, Tensor) and self._device else part
 
-    def _copied_ahead(self, slices: list[slice]) -> Iterator[tuple[slice, list[Any]]]:
+    def _prefetched(self, slices: list[slice]) -> Iterator[tuple[slice, list[Any]]]:
         """Copy micro-batches on a separate stream, ahead of the current stream.
 
         Before a copy starts, the copy stream waits for all work queued on the current stream. So
@@ -292,7 +292,7 @@ def _first_row(leaf: Any, role: Role, count: int) -> Any:
     return np.concatenate([first] * count) if isinstance(leaf, np.ndarray) else first * count
 
 
-def _copied(part: Any) -> Any:
+def _clone(part: Any) -> Any:
     if isinstance(part, Tensor):
         return part.clone()
     return part.copy() if isinstance(part, np.ndarray) else part

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_mp.gradient_cache._served.arguments import Arguments, Tree, described, open_tree
+from lightning_mp.gradient_cache._served.arguments import Arguments, Tree, describe, open_tree
 from lightning_mp.gradient_cache._served.refusals import name_of, scores_error, shape_error
 from lightning_mp.gradient_cache._served.roles import ROWS, DeclaredRoles, Role
 
@@ -215,7 +215,7 @@ class Outputs:
             raise ValueError(
                 f"The tower `{self._tower}` returned {name_of(leaf.path)} of type "
                 f"{type(value).__name__}, which differs between micro-batches: "
-                f"{described(whole)} and {described(value)}. Only tensors and lists with one item "
+                f"{describe(whole)} and {describe(value)}. Only tensors and lists with one item "
                 "per row are concatenated. Leave the output out: "
                 f"`roles={{{leaf.path!r}: 'left out'}}`."
             )
@@ -337,7 +337,7 @@ class Sketch:
             # 256 squared overflows in fp16.
             values_mF = rows.to(torch.promote_types(rows.dtype, torch.float32))
             # Random weights, because with equal weights changes that sum to 0 would cancel.
-            self._sum_m = (values_mF * _weights(values_mF)).sum(1)
+            self._sum_m = (values_mF * _random_weights(values_mF)).sum(1)
             self._square_m = values_mF.square().sum(1)
 
     def difference(self, replayed: Tensor) -> Tensor:
@@ -378,13 +378,13 @@ def rounding_noise(dtypes: set[torch.dtype], device: torch.device) -> float:
     return (8 if eps > torch.finfo(torch.float32).eps else 128) * eps
 
 
-def _weights(values_mF: Tensor) -> Tensor:
-    return _normal(values_mF.shape[1], values_mF.device).to(values_mF.dtype)
+def _random_weights(values_mF: Tensor) -> Tensor:
+    return _standard_normal(values_mF.shape[1], values_mF.device).to(values_mF.dtype)
 
 
 # Bounded, because every new output width leaves a vector on the device.
 @functools.lru_cache(maxsize=32)
-def _normal(count: int, device: torch.device) -> Tensor:
+def _standard_normal(count: int, device: torch.device) -> Tensor:
     """Return fixed random numbers without using the user's generators."""
     # Drawn on the CPU, so that all devices get the same numbers.
     return torch.randn(count, generator=torch.Generator().manual_seed(0)).to(device)
