@@ -243,7 +243,9 @@ def _sketch(unit: Tensor) -> Tensor:
     The means tell whether a tower computes the same features as before, without running it again.
     """
     generator = torch.Generator().manual_seed(0)  # the same projections in every sample
-    projections_DP = torch.randn(unit.shape[-1], _PROJECTIONS, generator=generator)
+    # Half-precision plugins change the default dtype during a step.
+    shape = unit.shape[-1], _PROJECTIONS
+    projections_DP = torch.randn(shape, generator=generator, dtype=unit.dtype)
     projected = unit @ projections_DP.to(unit.device, non_blocking=True)
     values = torch.cat([projected, projected.square()], dim=-1)
     # Tokens of one sample depend on each other, so samples are counted.

@@ -275,7 +275,8 @@ class ContrastiveLoss(nn.Module):
     def _problem(self, request: Request) -> str | None:
         """Return the error and the fix if the arguments of a call are invalid, `None` otherwise."""
         problem = find_problem(request) or device_problem(request, self.process_group)
-        if problem is None and self.backend == "triton":
+        # Dynamo cannot trace the launch of a kernel that the check needs; the operator repeats it.
+        if problem is None and self.backend == "triton" and not torch.compiler.is_compiling():
             problem = triton_problem(request.image.device, request.image.dtype)
         return problem
 

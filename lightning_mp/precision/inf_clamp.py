@@ -122,8 +122,11 @@ class InfClamp:
         """
         if not self._counters:
             return torch.zeros(0, dtype=torch.int64)
-        device = self._counters[0].value.device
-        return torch.stack([counter.value.to(device) for counter in self._counters])
+        # A counter that has not counted is still on the device that the model had in `attach`.
+        devices = [counter.value.device for counter in self._counters]
+        device = next((each for each in devices if each.type != "cpu"), devices[0])
+        values = [counter.value.to(device, non_blocking=True) for counter in self._counters]
+        return torch.stack(values)
 
     def counted(self) -> dict[str, int]:
         """Return the counts by name; takes one host sync."""

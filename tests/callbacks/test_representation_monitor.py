@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_mp import BalancedAMP, InfCLStrategy
+from lightning_mp import BalancedAMP, InfCLStrategy, PureFP16
 from lightning_mp.callbacks import RepresentationMonitor
 from lightning_mp.callbacks._rules.representation import RepresentationRule
 from lightning_mp.contrastive import ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
@@ -81,10 +81,12 @@ def test_hooks_are_removed_after_each_step_and_validation_is_not_measured() -> N
     assert monitor._rows == {}
 
 
+# `PureFP16` changes the default dtype of torch during a step.
+@pytest.mark.parametrize("plugin", [BalancedAMP, PureFP16])
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_half_precision_features_are_measured_in_fp32(half: str) -> None:
+def test_half_precision_features_are_measured_in_fp32(plugin: Any, half: str) -> None:
     monitor = RepresentationMonitor(every_n_steps=1)
-    make_trainer(BalancedAMP(half=half), callbacks=monitor).fit(Clip(ContrastiveLoss()))
+    make_trainer(plugin(half=half), callbacks=monitor).fit(Clip(ContrastiveLoss()))
     (spread,) = {len(points) for n, points in monitor.history.curves.items() if "spread" in n}
     assert spread == 3
 

@@ -93,6 +93,14 @@ def test_compiled_loss_has_no_graph_break_and_equals_eager(loss_class: type) -> 
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
+def test_compiled_loss_refuses_triton_tiles_on_a_cpu_when_it_runs() -> None:
+    image, text, *_ = leaves(7, 24)
+    image, text = image.detach().double(), text.detach().double()
+    compiled = torch.compile(ContrastiveLoss(backend="triton"), backend="eager", fullgraph=True)
+    with pytest.raises(ValueError, match="Passed `backend='triton'`"):
+        compiled(image, text, 7.0)
+
+
 @pytest.mark.sweep
 def test_compiled_loss_accepts_the_arguments_of_eager() -> None:
     image, text, *_ = leaves(7, 24)

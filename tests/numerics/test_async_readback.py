@@ -134,11 +134,11 @@ def test_readback_from_a_gpu_never_waits_for_it() -> None:
     try:
         for step in range(3):
             packed.fill_(step)
-            readback.submit(step, packed, step=step)
+            readback.submit(step, packed, name=step)
             assert readback.ready() == []  # the device sleeps, so no copy has arrived
     finally:
         torch.cuda.set_sync_debug_mode("default")
     taken = readback.drain()
     assert [one.step for one in taken] == [0, 1, 2]
     assert all((one.array == one.step).all() for one in taken)
-    assert [one.context for one in taken] == [{"step": step} for step in range(3)]
+    assert [one.context for one in taken] == [{"name": step} for step in range(3)]

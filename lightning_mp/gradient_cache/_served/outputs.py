@@ -387,4 +387,5 @@ def _random_weights(values_mF: Tensor) -> Tensor:
 def _standard_normal(count: int, device: torch.device) -> Tensor:
     """Return fixed random numbers without using the user's generators."""
     # Drawn on the CPU, so that all devices get the same numbers.
-    return torch.randn(count, generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, generator=generator, dtype=torch.float32).to(device)

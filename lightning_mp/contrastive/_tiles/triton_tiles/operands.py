@@ -122,9 +122,11 @@ class Operand:
     def tiles_nk(self) -> Tensor:
         """The operand of the logits: the features themselves if their layout permits, or a copy.
 
-        Split operands are concatenated, rows as `[high, high, low]` and columns as
+        Split operands are concatenated, rows as `[low, high, high]` and columns as
         `[high, low, high]`, so that one product of three times the width is
-        `high high + high low + low high`, times both units.
+        `low high + high low + high high`, times both units. The small products come first, because
+        tensor cores truncate the sum at each step: after the large ones, each step would cost half
+        of its last bit.
         """
         features_nD, unit = self.features_nD, self.unit
         values_nD = features_nD.to(self.precision.operand) if unit is None else features_nD * unit
@@ -135,9 +137,9 @@ class Operand:
         tiles = values_nD.new_zeros(shape, dtype=self.precision.operand)
         tiles[:, :, :width] = values_nD[:, None]
         if unit is not None:  # all three parts are high; one is replaced by low
-            low = 1 if self.is_columns else 2
+            low = 1 if self.is_columns else 0
             # In place, because values times a unit are already a copy.
-            tiles[:, low, :width] = values_nD.sub_(tiles[:, 0, :width])
+            tiles[:, low, :width] = values_nD.sub_(tiles[:, 2, :width])
         return tiles.flatten(1)
 
     @functools.cached_property
