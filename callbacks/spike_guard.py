@@ -290,7 +290,7 @@ class SpikeGuard(InstabilityMonitor):
             key = f"{kind} {facts.optimizer}"
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
             if self._runs[key] == 1 and event is None:
-                event = describe(self._scene(trainer, facts), loss, norm)
+                event = describe(self._context(trainer, facts), loss, norm)
                 verdicts.append(event)
             # Consecutive spikes are a new level; see `is_new_level`.
             if self._runs[key] == self.patience and kind != "spike":
@@ -310,7 +310,7 @@ class SpikeGuard(InstabilityMonitor):
         course.rivals = [other for other in used if other is not course]
         return verdicts + course.judge(facts.step, facts.loss, facts.gradient_norm)
 
-    def _scene(self, trainer: pl.Trainer, facts: StepFacts) -> GuardContext:
+    def _context(self, trainer: pl.Trainer, facts: StepFacts) -> GuardContext:
         return GuardContext(
             facts=facts,
             first_lr=self._lrs[0] if self._lrs and facts.optimizer == 0 else None,

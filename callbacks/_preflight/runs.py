@@ -18,7 +18,7 @@ from lightning_mp.callbacks._preflight.result import Remedy
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in
 from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.callbacks._words.usage import usage
-from lightning_mp.gradient_cache._served.autograd import explore, grad_without_side_effects
+from lightning_mp.gradient_cache._served.autograd import explore_graph, grad_without_side_effects
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.numerics.replay_state import RngState
 from lightning_mp.precision._choice.module_selection import as_written
@@ -324,7 +324,7 @@ def _gradients(
     output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor
 ) -> Sequence[Tensor | None]:
     """Return gradients without changing `.grad`, also through reentrant checkpoints."""
-    is_reentrant = explore([output], 0).is_reentrant
+    is_reentrant = explore_graph([output], 0).is_reentrant
     return grad_without_side_effects(
         [output], [cotangent], inputs, is_full=is_reentrant, retain_graph=False
     )

@@ -153,60 +153,64 @@ class GuardContext:
     z_threshold: float
 
 
-def describe(scene: GuardContext, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
+def describe(context: GuardContext, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
     """Return the verdict of a step with a non-finite value or a spike."""
-    facts, lr = scene.facts, scene.facts.lr
+    facts, lr = context.facts, context.facts.lr
     is_scaled, lowers = facts.loss_scale is not None, bool(lr) and not facts.is_rate_ending
-    done = "rewinds spent" if scene.action == "rewind" and scene.is_spent else scene.action
-    also = () if done == "warn" else (done,)
-    again: tuple[str, ...] = ("leave out",) if scene.action == "warn" else ()
+    action = "rewinds spent" if context.action == "rewind" and context.is_spent else context.action
+    also = () if action == "warn" else (action,)
+    general: tuple[str, ...] = ("leave out",) if context.action == "warn" else ()
     if lowers:
-        again = ("lower rate", *again)
+        general = ("lower rate", *general)
     numbers: dict[str, Any] = {"rate": lr, "fitting_rate": (lr or 0) / 2}
     name, largest = "loss", str(facts.largest_gradient)
     if not loss.is_finite:
         tags = () if math.isnan(loss.median) else ("known",)
         numbers["median"] = loss.median
         return Verdict(
-            "non_finite_loss", loss.value, None, "error", name, tags, also, ("locate", *again),
+            "non_finite_loss", loss.value, None, "error", name, tags, also, ("locate", *general),
             numbers,
         )  # fmt: skip
     # With a loss scale, a loss spike also overflows the gradients; report the loss.
     if not norm.is_finite and not (loss.is_spike and is_scaled):
         severity: Severity = "info" if is_scaled else "error"
-        also, remedies = (("scaler skips",), ("rare",)) if is_scaled else (also, ("locate", *again))
+        also, remedies = (
+            (("scaler skips",), ("rare",)) if is_scaled else (also, ("locate", *general))
+        )
         return Verdict(
             "non_finite_gradient", norm.value, None, severity, largest, (), also, remedies, numbers
         )
     worse, kind, name = (
         (loss, "loss_spike", name) if loss.is_spike else (norm, "gradient_spike", largest)
     )
-    numbers |= {"median": worse.median, "z": worse.z, "z_threshold": scene.z_threshold}
+    numbers |= {"median": worse.median, "z": worse.z, "z_threshold": context.z_threshold}
     numbers |= {"norm": norm.value, "norm_limit": norm.limit, "largest": largest}
-    numbers |= {"window": scene.window_steps, "largest_norm": facts.largest_gradient_norm}
-    severity, remedies = "warning", (*_remedies(scene, worse, norm, numbers), *again)
+    numbers |= {"window": context.window_steps, "largest_norm": facts.largest_gradient_norm}
+    severity, remedies = "warning", (*_remedies(context, worse, norm, numbers), *general)
     if loss.is_spike:
-        both = "norm too" if norm.is_spike else "usual norm" if norm.is_finite else "overflow too"
-        also = (both, *also)
+        about_norm = (
+            "norm too" if norm.is_spike else "usual norm" if norm.is_finite else "overflow too"
+        )
+        also = (about_norm, *also)
     # A spike that clipping has limited is a note.
-    elif scene.action == "warn" and scene.clip_val and norm.limit >= scene.clip_val:
+    elif context.action == "warn" and context.clip_val and norm.limit >= context.clip_val:
         severity, also, remedies = "info", ("clipped",), ("nothing",)
-        numbers["clip"] = scene.clip_val
+        numbers["clip"] = context.clip_val
     return Verdict(kind, worse.value, worse.limit, severity, name, (), also, remedies, numbers)
 
 
 def _remedies(
-    scene: GuardContext, worse: SignalVerdict, norm: SignalVerdict, numbers: dict[str, Any]
+    context: GuardContext, worse: SignalVerdict, norm: SignalVerdict, numbers: dict[str, Any]
 ) -> list[str]:
     """Return keys of remedies, with values that do not affect the healthy steps of the window."""
-    remedies, lr, step = [], scene.facts.lr, scene.facts.step
-    if norm.is_spike and (not scene.clip_val or scene.clip_val > norm.highest):
+    remedies, lr, step = [], context.facts.lr, context.facts.step
+    if norm.is_spike and (not context.clip_val or context.clip_val > norm.highest):
         remedies.append("clip")
-    is_adam = "Adam" in scene.facts.optimizer_name and scene.facts.optimizer_name != "SafeAdamW"
+    is_adam = "Adam" in context.facts.optimizer_name and context.facts.optimizer_name != "SafeAdamW"
     if norm.is_spike and is_adam:
         remedies.append("safe adam")
     # A learning rate that has risen within the window is a warm-up.
-    if lr and scene.first_lr is not None and lr > 1.01 * scene.first_lr:
+    if lr and context.first_lr is not None and lr > 1.01 * context.first_lr:
         remedies.append("warm up")
     # Lower the rate by the factor by which the value exceeds the limit, from 2 to 10.
     factor = min(max(worse.value / worse.limit, 2.0), 10.0) if worse.limit > 0 else 2.0

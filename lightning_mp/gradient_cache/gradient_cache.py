@@ -30,7 +30,7 @@ from lightning_mp.gradient_cache._served.arguments import (
     rows_of,
 )
 from lightning_mp.gradient_cache._served.auto_size import find_micro_batch_size
-from lightning_mp.gradient_cache._served.autograd import attach
+from lightning_mp.gradient_cache._served.autograd import attach_replay
 from lightning_mp.gradient_cache._served.call import Replayed, TowerCall
 from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
 from lightning_mp.gradient_cache._served.declared_names import DeclaredNames
@@ -282,7 +282,7 @@ class GradientCache:
             reached = zip(outputs, call.outputs.needs_grad, strict=True)
             constant = [output for output, needs_grad in reached if not needs_grad]
             replay = functools.partial(self._replay, call)
-            outputs = attach(replay, [*trained, *anchor], outputs, constant)
+            outputs = attach_replay(replay, [*trained, *anchor], outputs, constant)
         return call.outputs.assemble(outputs)
 
     def _note_roles(self, name: str, arguments: Arguments, outputs: Outputs) -> None:

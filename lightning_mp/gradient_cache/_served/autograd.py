@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 __all__ = [
     "GradientSums",
-    "Trained",
-    "attach",
-    "explore",
+    "TrainedLeaves",
+    "attach_replay",
+    "explore_graph",
     "grad_without_side_effects",
     "zeros_for_hooks",
 ]
@@ -39,7 +39,7 @@ class Graph(NamedTuple):
     goes_outside: bool
 
 
-def explore(roots: Iterable[Tensor], since: int) -> Graph:
+def explore_graph(roots: Iterable[Tensor], since: int) -> Graph:
     """Traverse the graph of outputs and describe it.
 
     `module.parameters()` would not do: a hook may use an adapter, an attribute may hold a prompt,
@@ -71,7 +71,7 @@ def explore(roots: Iterable[Tensor], since: int) -> Graph:
     return Graph(leaves, is_reentrant, goes_outside)
 
 
-class Trained:
+class TrainedLeaves:
     """The leaves that the micro-batches of a call train; a replay must train the same leaves.
 
     Args:
@@ -87,9 +87,9 @@ class Trained:
         self.goes_outside = False
         self._since = 0
 
-    def fresh(self) -> "Trained":
+    def fresh(self) -> "TrainedLeaves":
         """Return an empty object for the same tower."""
-        return Trained(self._tower, self._module, self._unsharded)
+        return TrainedLeaves(self._tower, self._module, self._unsharded)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -103,7 +103,7 @@ class Trained:
 
     def note(self, roots: Iterable[Tensor], inputs: Iterable[Tensor]) -> frozenset[int]:
         """Record the leaves that a micro-batch trains besides its inputs, and return their ids."""
-        graph = explore(roots, self._since)
+        graph = explore_graph(roots, self._since)
         self._since = sequence_number()
         leaves = dict(graph.leaves)
         for tensor in inputs:
@@ -138,7 +138,7 @@ class Trained:
         Raises:
             RuntimeError: The replay trains a leaf that the first run did not train.
         """
-        leaves = explore(roots, 0).leaves
+        leaves = explore_graph(roots, 0).leaves
         unexpected = set(leaves) - known - {id(tensor) for tensor in inputs}
         if unexpected:
             raise RuntimeError(
@@ -269,7 +269,7 @@ def sequence_number() -> int:
     return number
 
 
-def attach(
+def attach_replay(
     replay: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
     trained: Sequence[Tensor],
     outputs: list[Tensor],

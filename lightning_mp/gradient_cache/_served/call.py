@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from lightning_mp.gradient_cache._served.arguments import Arguments
 from lightning_mp.gradient_cache._served.autograd import (
     GradientSums,
-    Trained,
+    TrainedLeaves,
     zeros_for_hooks,
 )
 from lightning_mp.gradient_cache._served.config import CacheConfig
-from lightning_mp.gradient_cache._served.micro_batches import MicroBatches, WrittenError
+from lightning_mp.gradient_cache._served.micro_batches import MicroBatches, SharedWriteError
 from lightning_mp.gradient_cache._served.outputs import (
     Outputs,
     Sketch,
@@ -123,7 +123,7 @@ class TowerCall:
         unsharded = None
         if module is not None and sharded:
             unsharded = {id(p) for p in unsharded_parameters(module)}
-        self.trained = Trained(tower, module, unsharded)
+        self.trained = TrainedLeaves(tower, module, unsharded)
         if sharded and self.inputs:
             raise RuntimeError(
                 f"Called the sharded tower `{tower}` with `{arguments.name(self._with_grad[0])}`, "
@@ -195,7 +195,7 @@ class TowerCall:
                     inputs,
                     opened,
                 )  # frees the graph now
-        except WrittenError as error:
+        except SharedWriteError as error:
             raise RuntimeError(
                 f"The tower `{self.tower}` writes in place to "
                 f"`{self._arguments.name(error.args[0])}`, which all micro-batches share or which "

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lightning_mp.gradient_cache._served.roles import Role
 
-__all__ = ["MicroBatches", "WrittenError"]
+__all__ = ["MicroBatches", "SharedWriteError"]
 
 
-class WrittenError(Exception):
+class SharedWriteError(Exception):
     """A function wrote in place to a leaf that micro-batches share; its argument is the index."""
 
 
@@ -115,7 +115,7 @@ class MicroBatches:
             self._versions = now
             # Shared leaves, and leaves the first micro-batch did not write to, have no clone.
             if not written <= self._maybe_written:
-                raise WrittenError(min(written - self._maybe_written))
+                raise SharedWriteError(min(written - self._maybe_written))
             # Later micro-batches clone only the leaves that the first micro-batch wrote to.
             self._maybe_written = written
             self._unwritten.update({(i, rows.start): before[i] for i in written})

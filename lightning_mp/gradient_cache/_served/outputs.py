@@ -63,7 +63,7 @@ class Outputs:
         """The names of all outputs, including those left out."""
         return [leaf.path for leaf in self._leaves]
 
-    def open(self, returned: Any, rows: slice) -> "Opened":
+    def open(self, returned: Any, rows: slice) -> "OpenedOutputs":
         """Open the value that the tower returned for a micro-batch.
 
         Raises:
@@ -81,11 +81,13 @@ class Outputs:
         roles = [self._role(leaf.path, leaf.value, count) for leaf in kept]
         tensors = [leaf.value for leaf in kept]
         check_no_tangents(self._tower, tensors)
-        return Opened(tree, leaves, [leaf.path for leaf in kept], tensors, roles)
+        return OpenedOutputs(tree, leaves, [leaf.path for leaf in kept], tensors, roles)
 
     # Without grad, or the copies would keep the activations of all micro-batches alive.
     @torch.no_grad()
-    def add(self, opened: "Opened", rows: slice, lengths: Mapping[int, int] | None = None) -> None:
+    def add(
+        self, opened: "OpenedOutputs", rows: slice, lengths: Mapping[int, int] | None = None
+    ) -> None:
         """Copy the outputs of a micro-batch to their rows.
 
         Args:
@@ -146,7 +148,7 @@ class Outputs:
         tensors, self.tensors = self.tensors, []
         return [x.to(dtype) for x, dtype in zip(tensors, self._dtypes, strict=True)]
 
-    def sketches(self, opened: "Opened") -> "list[Sketch]":
+    def sketches(self, opened: "OpenedOutputs") -> "list[Sketch]":
         """Return sketches to compare a replay with; none without grad, when no replay follows."""
         return [Sketch(x) for x in opened.tensors] if torch.is_grad_enabled() else []
 
@@ -165,7 +167,7 @@ class Outputs:
         _, leaves = self._open(returned)
         return {leaf.path: list(leaf.value.shape) for leaf in leaves if self._is_kept(leaf)}
 
-    def _begin(self, opened: "Opened", lengths: Mapping[int, int]) -> None:
+    def _begin(self, opened: "OpenedOutputs", lengths: Mapping[int, int]) -> None:
         batch_size = self._arguments.batch_size
         self.names, self.roles = opened.names, opened.roles
         # Allocated for all rows at once: a final `cat` would hold the outputs twice.
@@ -279,7 +281,7 @@ class Outputs:
         raise ValueError(shape_error(self._tower, path, shape, expected, str(self._arguments)))
 
 
-class Opened(NamedTuple):
+class OpenedOutputs(NamedTuple):
     """The value that a tower returned for a micro-batch, and the tensors that are kept."""
 
     tree: Tree
