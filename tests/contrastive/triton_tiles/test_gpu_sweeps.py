@@ -20,6 +20,8 @@ HALVES = (torch.bfloat16, torch.float16)
 # Relative, in the Euclidean norm; gradients come back in the dtype of the features.
 LOSS_TOLERANCE = 1.5e-5  # fp32 logits near 100 are 7.6e-6 apart
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+# Tensor cores truncate a sum once for every 16 values of the width.
+TOLERATED_WIDTH = 512
 
 
 @dataclasses.dataclass
@@ -88,8 +90,17 @@ def test_loss_and_gradients_equal_float64(
         return
     error = result.distance(expected(*inputs, 100.0))
     assert error["loss"] < LOSS_TOLERANCE
-    assert max(error["d_image"], error["d_text"]) < GRADIENT_TOLERANCE[dtype]
-    assert error["d_scale"] < 10 * GRADIENT_TOLERANCE[dtype]
+    tolerance = max(1.0, width / TOLERATED_WIDTH) * GRADIENT_TOLERANCE[dtype]
+    assert max(error["d_image"], error["d_text"]) < tolerance
+    assert error["d_scale"] < 10 * tolerance
+
+
+def distance_to_limits(image: Tensor, text: Tensor, margin: float) -> float:
+    """Return how near a negative's similarity comes to a limit of `false_negatives`."""
+    similarities = image.double() @ text.double().T
+    limits = similarities.diag() - margin
+    gaps = torch.minimum(*((similarities - x).abs() for x in (limits, limits[:, None])))
+    return float(gaps.fill_diagonal_(torch.inf).amin())
 
 
 @pytest.mark.parametrize("guide", [None, torch.bfloat16, torch.float32], ids=str)
@@ -97,9 +108,14 @@ def test_loss_and_gradients_equal_float64(
 def test_false_negatives_are_masked_as_in_float64(
     dtype: torch.dtype, guide: torch.dtype | None
 ) -> None:
-    # Few enough that no similarity is as near to a limit as rounding is.
     inputs, options = features(193, 130, dtype), {"false_negatives": "absolute", "margin": 0.1}
     options["guides"] = () if guide is None else features(193, 72, guide)
+    # Rounding must not decide whether a negative is masked.
+    while distance_to_limits(*(options["guides"] or inputs), margin=0.1) < 1e-6:
+        if guide is None:
+            inputs = features(193, 130, dtype)
+        else:
+            options["guides"] = features(193, 72, guide)
     result = run(*inputs, 100.0, gain_for(dtype, 193), backend="triton", **options)
     error = result.distance(expected(*inputs, 100.0, **options))
     assert error["loss"] < LOSS_TOLERANCE
