@@ -60,7 +60,8 @@ def loss_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             name = name.replace("`Contr", "`SigmoidContr")
         ratio = "" if row["time_ratio"] == 1 else f"{row['time_ratio']:.2f}x as fast"
         peak = row["peak_extra_bytes"]
-        cells = [name, f"{row['ms_median']:,.0f}", ratio, f"{row['gemm_fraction']:.0%}"]
+        form = ",.0f" if row["ms_median"] >= 100 else ".1f"
+        cells = [name, format(row["ms_median"], form), ratio, f"{row['gemm_fraction']:.0%}"]
         yield _line([*cells, "" if peak is None else f"{peak / MIB:,.0f} MiB"])
 
 
