@@ -86,7 +86,7 @@ def test_stochastic_weight_averaging_equals_fp32(plugin_type: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*averages half weights")
 @plugins
-def test_an_exponential_average_with_validation_equals_fp32(plugin_type: Any) -> None:
+def test_ema_weight_averaging_with_validation_equals_fp32(plugin_type: Any) -> None:
     averages = weight_averaging()
     reference, model = Regression(), Regression()
     start, losses = parameters_of(model), []
@@ -101,9 +101,7 @@ def test_an_exponential_average_with_validation_equals_fp32(plugin_type: Any) ->
 
 
 @plugins
-def test_the_learning_rate_monitor_sees_the_schedule_of_real_steps(
-    plugin_type: Any, tmp_path: Path
-) -> None:
+def test_learning_rate_does_not_change_at_skipped_steps(plugin_type: Any, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     monitor = LearningRateMonitor("step")
     model = Regression(bad_batches=[1], interval="step")
@@ -123,7 +121,7 @@ def test_the_learning_rate_monitor_sees_the_schedule_of_real_steps(
         *((PureFP16, {"write_back": way}) for way in ("kahan", "stochastic", "nearest")),
     ],
 )
-def test_fitting_twice_with_one_trainer_goes_on_from_the_masters(
+def test_second_fit_continues_from_the_master_weights(
     plugin_type: Any, options: dict[str, Any]
 ) -> None:
     once, twice = Regression(), Regression()
@@ -138,7 +136,7 @@ def test_fitting_twice_with_one_trainer_goes_on_from_the_masters(
     assert torch.equal(parameters_of(twice), parameters_of(once))
 
 
-def test_validate_test_and_predict_run_without_fit_and_hand_the_model_back() -> None:
+def test_validate_test_and_predict_run_without_fit_and_restore_the_model() -> None:
     model, data = Regression(), loader(2)
     before = [p.clone() for p in model.parameters()]
     expected = sum(model.loss(batch).item() for batch in data) / 2
@@ -155,7 +153,7 @@ def test_validate_test_and_predict_run_without_fit_and_hand_the_model_back() -> 
 
 
 @plugins
-def test_an_exception_in_training_hands_back_an_fp32_model(plugin_type: Any) -> None:
+def test_exception_in_training_restores_the_fp32_model(plugin_type: Any) -> None:
     class Fails(Regression):
         def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
             if len(self.losses) == 3:
@@ -172,7 +170,7 @@ def test_an_exception_in_training_hands_back_an_fp32_model(plugin_type: Any) -> 
 
 @pytest.mark.slow
 @plugins
-def test_a_compiled_submodule_trains_as_in_fp32(plugin_type: Any) -> None:
+def test_compiled_submodule_trains_as_in_fp32(plugin_type: Any) -> None:
     def network() -> nn.Module:
         whole = perceptron()
         whole[:3].compile(backend="aot_eager")
@@ -191,7 +189,7 @@ def test_a_compiled_submodule_trains_as_in_fp32(plugin_type: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_a_whole_compiled_module_stays_one_graph(half: Any) -> None:
+def test_compiled_module_is_one_graph(half: Any) -> None:
     class Plain(Regression):
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
             return self.loss(batch)
@@ -219,7 +217,7 @@ def test_optimizer_state_is_fp32_in_every_entry(plugin_type: Any) -> None:
 
 @pytest.mark.slow
 @plugins
-def test_the_learning_rate_finder_tries_rates_and_puts_the_weights_back(
+def test_learning_rate_finder_tries_rates_and_restores_the_weights(
     plugin_type: Any, tmp_path: Path
 ) -> None:
     class Rated(Regression):
@@ -244,7 +242,7 @@ def test_the_learning_rate_finder_tries_rates_and_puts_the_weights_back(
 
 @pytest.mark.slow
 @plugins
-def test_the_batch_size_finder_leaves_a_model_that_trains(plugin_type: Any, tmp_path: Path) -> None:
+def test_model_trains_after_the_batch_size_finder(plugin_type: Any, tmp_path: Path) -> None:
     class Sized(Regression):
         batch_size = 2
 
@@ -264,7 +262,7 @@ def test_the_batch_size_finder_leaves_a_model_that_trains(plugin_type: Any, tmp_
 
 
 @plugins
-def test_an_accumulation_schedule_equals_fp32(plugin_type: Any) -> None:
+def test_accumulation_schedule_equals_fp32(plugin_type: Any) -> None:
     reference, model = Regression(), Regression()
     start = parameters_of(model)
     for each, plugin in ((reference, None), (model, fp16(plugin_type))):

@@ -41,7 +41,7 @@ def save_and_load(trainer: Any, folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 @settings
-def test_six_steps_equal_three_and_three_resumed_bit_for_bit(
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
     setting: dict[str, Any], tmp_path: Path
 ) -> None:
     whole, plugin = make_model(), make_plugin(setting)
@@ -66,7 +66,7 @@ def test_six_steps_equal_three_and_three_resumed_bit_for_bit(
     assert {t.dtype for t in checkpoint["state_dict"].values()} == {torch.float32}
 
 
-def test_the_state_dict_in_training_is_that_of_a_plain_module(tmp_path: Path) -> None:
+def test_state_dict_in_training_equals_that_of_a_plain_module(tmp_path: Path) -> None:
     """Aliased, tied weights once, and writes to it reach the model."""
 
     class Looks(Regression):
@@ -101,7 +101,7 @@ def test_the_state_dict_in_training_is_that_of_a_plain_module(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["fp32", "16-mixed"])
 @pytest.mark.parametrize("setting", [{}, {"half": "bf16"}], ids=["fp16", "bf16"])
-def test_runs_of_fp32_and_16_mixed_go_on_under_balanced_amp_and_back(
+def test_checkpoints_are_exchangeable_with_fp32_and_16_mixed(
     source: str, setting: dict[str, Any], tmp_path: Path
 ) -> None:
     def other() -> MixedPrecision | None:
@@ -148,9 +148,7 @@ def _record_start(model: Regression, plugin: BalancedAMP) -> list[Any]:
 
 
 @pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
-def test_optimizer_states_of_a_checkpoint_are_not_rounded_on_their_way_in(
-    plugin_type: Any, tmp_path: Path
-) -> None:
+def test_optimizer_states_are_loaded_without_rounding(plugin_type: Any, tmp_path: Path) -> None:
     small = loader(2)
 
     class Small(Regression):

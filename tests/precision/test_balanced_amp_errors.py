@@ -29,7 +29,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
-def test_arguments_that_cannot_be_used_raise(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BalancedAMP(**arguments)
 
@@ -42,7 +42,7 @@ def test_arguments_that_cannot_be_used_raise(arguments: dict[str, Any], message:
         ("norm", r"must be a list of names. Pass `fp32_modules=\['norm'\]`"),
     ],
 )
-def test_unknown_fp32_modules_raise_with_near_names(names: Any, message: str) -> None:
+def test_error_for_unknown_fp32_modules_lists_similar_names(names: Any, message: str) -> None:
     model = Regression()
     with pytest.raises(ValueError, match=message):
         fit(model, BalancedAMP(fp32_modules=names), loader(1))
@@ -50,13 +50,13 @@ def test_unknown_fp32_modules_raise_with_near_names(names: Any, message: str) ->
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_precision_beside_the_plugin_raises() -> None:
+def test_trainer_precision_together_with_the_plugin_raises() -> None:
     with pytest.raises(ValueError, match=r"precision=.*BalancedAMP|plugin"):
         make_trainer(BalancedAMP(), precision="16-mixed")
 
 
 @pytest.mark.slow
-def test_lbfgs_raises_where_a_loss_scale_would_have_to_skip_it() -> None:
+def test_lbfgs_with_a_loss_scale_raises() -> None:
     def make() -> Regression:
         return Regression(make_optimizer=lambda p: LBFGS(p, lr=0.1, max_iter=4))
 
@@ -74,7 +74,7 @@ def test_lbfgs_raises_where_a_loss_scale_would_have_to_skip_it() -> None:
         assert model.losses[-1] == pytest.approx(reference.losses[-1], rel=0.05)
 
 
-def test_fabric_is_refused_in_a_sentence() -> None:
+def test_fabric_raises() -> None:
     fabric = Fabric(accelerator="cpu", plugins=BalancedAMP())
     with pytest.raises(MisconfigurationException, match=r"Fabric.*Trainer\(plugins="):
         fabric.setup(nn.Linear(2, 2))
@@ -86,7 +86,7 @@ def half_network(dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("arguments", [{}, {"weights": "full"}, {"half": "bf16"}], ids=str)
-def test_weights_that_come_in_half_are_widened_and_learn_what_half_would_lose(
+def test_half_weights_of_the_model_become_fp32_and_keep_small_updates(
     dtype: torch.dtype, arguments: dict[str, Any], logged: list[str]
 ) -> None:
     """As transformers 5 loads them: at a rate of 1e-5, bf16 weights stand still."""
@@ -101,7 +101,7 @@ def test_weights_that_come_in_half_are_widened_and_learn_what_half_would_lose(
     assert torch.equal(weight.to(dtype), start)  # half would not have moved
 
 
-def test_statistics_that_come_in_half_are_widened_with_their_norm() -> None:
+def test_half_running_statistics_become_fp32_with_their_norm() -> None:
     def network() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).bfloat16()
 
@@ -111,7 +111,7 @@ def test_statistics_that_come_in_half_are_widened_with_their_norm() -> None:
     assert model.network[1].running_mean.abs().min() > 0
 
 
-def test_frozen_parameters_in_half_are_widened_when_they_are_unfrozen() -> None:
+def test_frozen_half_parameters_become_fp32_when_unfrozen() -> None:
     class Unfreezes(Regression):
         def on_train_epoch_start(self) -> None:
             if self.current_epoch == 1:
@@ -127,7 +127,7 @@ def test_frozen_parameters_in_half_are_widened_when_they_are_unfrozen() -> None:
     assert (model.network[1].weight != start).all()
 
 
-def test_frozen_parameters_in_half_from_the_start_may_stay() -> None:
+def test_frozen_half_parameters_stay_half() -> None:
     model = Regression(lambda: half_network(torch.float16).requires_grad_(False), AdamW)
     model.network[0].requires_grad_(True)
     frozen, trained = (layer.weight.clone() for layer in reversed(model.network))
@@ -138,6 +138,6 @@ def test_frozen_parameters_in_half_from_the_start_may_stay() -> None:
 
 
 @pytest.mark.parametrize(("passed", "eps"), [("auto", 1e-8), ("keep", 1e-8), (1e-6, 1e-6)])
-def test_adam_epsilon_is_replaced_only_by_a_number(passed: Any, eps: float) -> None:
+def test_adam_epsilon_is_replaced_only_if_a_number_is_passed(passed: Any, eps: float) -> None:
     trainer = fit(Regression(make_optimizer=AdamW), BalancedAMP(adam_epsilon=passed), loader(1))
     assert [group["eps"] for group in trainer.optimizers[0].param_groups] == [eps]

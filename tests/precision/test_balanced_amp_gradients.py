@@ -109,7 +109,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @plugins
 @clipping
-def test_automatic_clipping_equals_that_of_fp32(
+def test_automatic_clipping_equals_fp32(
     clipping: tuple[float, str],
     make_plugin: Callable[[], ScaledPrecision],
     make_optimizer: Callable[..., Optimizer],
@@ -131,7 +131,7 @@ def test_automatic_clipping_equals_that_of_fp32(
 
 @plugins
 @clipping
-def test_manual_clipping_equals_that_of_fp32(
+def test_manual_clipping_equals_fp32(
     clipping: tuple[float, str], make_plugin: Callable[[], ScaledPrecision]
 ) -> None:
     """Lightning#18089: scaled gradients were clipped, and so almost all of each was lost."""
@@ -157,7 +157,7 @@ def _assert_clipped_alike(
 
 @pytest.mark.parametrize("change", ["backward", "zero_grad", "zeros", "clip", "edit"])
 @plugins
-def test_what_happens_between_clipping_and_step_counts_as_in_fp32(
+def test_gradient_changes_after_clipping_equal_fp32(
     make_plugin: Callable[[], ScaledPrecision], change: str
 ) -> None:
     class Changing(ClippedByHand):
@@ -186,7 +186,7 @@ def test_what_happens_between_clipping_and_step_counts_as_in_fp32(
 
 
 @plugins
-def test_clipping_without_a_step_does_no_harm(make_plugin: Callable[[], ScaledPrecision]) -> None:
+def test_clipping_without_a_step_equals_fp32(make_plugin: Callable[[], ScaledPrecision]) -> None:
     class Clips(ClippedByHand):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
             optimizer = self.optimizers()
@@ -203,7 +203,7 @@ def test_clipping_without_a_step_does_no_harm(make_plugin: Callable[[], ScaledPr
     assert moved_alike(model, reference, start) < 4 * tolerance(plugin)
 
 
-def test_a_clipped_gradient_with_inf_skips_the_step() -> None:
+def test_clipped_gradient_with_inf_skips_the_step() -> None:
     model = ClippedByHand((0.1, "norm"), bad_batches=[1])
     trainer = fit(model, BalancedAMP(), loader(3))
     assert trainer.global_step == 2
@@ -228,7 +228,7 @@ def test_accumulated_batches_equal_fp32(make_plugin: Callable[[], ScaledPrecisio
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
 @plugins
-def test_a_step_that_returns_none_changes_nothing(
+def test_training_step_that_returns_none_changes_nothing(
     make_plugin: Callable[[], ScaledPrecision],
 ) -> None:
     class Sometimes(Regression):
@@ -306,7 +306,7 @@ class TwoOptimizers(Regression):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["together", "toggled", "waiting", "shared"])
 @pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
-def test_two_optimizers_equal_fp32_while_the_scale_grows(plugin_type: Any, order: str) -> None:
+def test_two_optimizers_equal_fp32_while_the_loss_scale_grows(plugin_type: Any, order: str) -> None:
     reference, model = TwoOptimizers(order), TwoOptimizers(order)
     start, plugin = parameters_of(model), growing(plugin_type)
     fit(reference, None, loader(7))
@@ -317,7 +317,7 @@ def test_two_optimizers_equal_fp32_while_the_scale_grows(plugin_type: Any, order
     assert moved_alike(model, reference, start) < 2**-7
 
 
-def test_two_optimizers_go_wrong_with_the_scaler_of_torch_which_is_why_this_exists() -> None:
+def test_two_optimizers_differ_from_fp32_with_the_scaler_of_torch() -> None:
     reference, model = TwoOptimizers("together"), TwoOptimizers("together")
     start = parameters_of(model)
     fit(reference, None, loader(7))
@@ -326,7 +326,7 @@ def test_two_optimizers_go_wrong_with_the_scaler_of_torch_which_is_why_this_exis
 
 
 @plugins
-def test_the_parameters_own_gradients_are_those_of_fp32_before_the_step(
+def test_parameter_gradients_equal_fp32_before_the_step(
     make_plugin: Callable[[], ScaledPrecision],
 ) -> None:
     """Lightning's documented `grad_norm` showed 1008 times the norm."""

@@ -37,7 +37,7 @@ def errors(
 
 @pytest.mark.slow
 @plugins
-def test_a_user_who_clips_and_freezes_by_hand_does_so(make_plugin: Any) -> None:
+def test_clipping_and_freezing_by_hand_equal_fp32(make_plugin: Any) -> None:
     class ByHand(Regression):
         def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
             self.norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
@@ -57,7 +57,7 @@ def test_a_user_who_clips_and_freezes_by_hand_does_so(make_plugin: Any) -> None:
 
 @pytest.mark.slow
 @plugins
-def test_an_average_that_is_swapped_in_at_validation_keeps_its_bits(make_plugin: Any) -> None:
+def test_average_that_is_swapped_in_for_validation_keeps_its_bits(make_plugin: Any) -> None:
     """Lightning's callback writes it into the weights, and half weights rounded it."""
     averages = weight_averaging()
     plugin, ends = make_plugin(), []
@@ -90,7 +90,7 @@ class Taught(Regression):
 
 
 @plugins
-def test_a_teacher_at_0_999_follows_all_the_way(make_plugin: Any) -> None:
+def test_ema_teacher_with_decay_0_999_follows_as_in_fp32(make_plugin: Any) -> None:
     plugin = make_plugin()
     assert errors(Taught, plugin, lambda m: parameters_of(m.teacher)) < 2 * ERROR[plugin.half]
 
@@ -104,7 +104,7 @@ class Decays(pl.Callback):
 
 
 @plugins
-def test_a_callback_that_decays_weights_takes_effect(make_plugin: Any) -> None:
+def test_weight_decay_by_a_callback_takes_effect(make_plugin: Any) -> None:
     plugin = make_plugin()
 
     def make() -> Regression:
@@ -136,7 +136,7 @@ class Lookahead(Optimizer):
 
 @pytest.mark.slow
 @plugins
-def test_an_optimizer_inside_of_another_keeps_its_state(make_plugin: Any) -> None:
+def test_inner_optimizer_keeps_its_state(make_plugin: Any) -> None:
     plugin = make_plugin()
 
     def make() -> Regression:
@@ -174,7 +174,7 @@ class ScheduleFree(Optimizer):
 
 
 @plugins
-def test_an_optimizer_that_rewrites_weights_from_its_state_learns_as_in_fp32(
+def test_optimizer_that_writes_weights_from_its_state_trains_as_in_fp32(
     make_plugin: Any,
 ) -> None:
     plugin = make_plugin()
@@ -184,7 +184,7 @@ def test_an_optimizer_that_rewrites_weights_from_its_state_learns_as_in_fp32(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["bf16", pytest.param("fp16", marks=pytest.mark.sweep)])
-def test_five_hundred_micro_batches_add_up_in_fp32(half: str) -> None:
+def test_gradients_of_500_batches_accumulate_in_fp32(half: str) -> None:
     """In bf16 a sum stands still once it is 256 times its next term."""
     count, plugin = 512, PLUGINS[half]()
     norms = []
@@ -196,7 +196,7 @@ def test_five_hundred_micro_batches_add_up_in_fp32(half: str) -> None:
 
 
 @plugins
-def test_a_logit_scale_is_not_rounded(make_plugin: Any) -> None:
+def test_logit_scale_is_not_rounded(make_plugin: Any) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -213,7 +213,7 @@ def test_a_logit_scale_is_not_rounded(make_plugin: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @plugins
-def test_bytes_per_parameter_are_those_of_the_docstring(make_plugin: Any, kind: str) -> None:
+def test_bytes_per_parameter_equal_the_docstring(make_plugin: Any, kind: str) -> None:
     """Counted at rest, right after a step, for a layer of which all else is negligible."""
     layers = {"sgd": lambda p: SGD(p, lr=0.1), "adam": lambda p: AdamW(p, lr=1e-3)}
     counted: list[float] = []
@@ -242,7 +242,7 @@ def test_bytes_per_parameter_are_those_of_the_docstring(make_plugin: Any, kind: 
 
 
 @pytest.mark.slow
-def test_gradients_of_zero_do_not_grow_the_scale() -> None:
+def test_zero_gradients_do_not_grow_the_loss_scale() -> None:
     """Frozen for 100 steps, a scale that grows every 5 would climb by 2^20, and fall back."""
 
     class Waits(Regression):
@@ -260,7 +260,7 @@ def test_gradients_of_zero_do_not_grow_the_scale() -> None:
     assert plugin.scaler.get_scale() > 256.0
 
 
-def test_products_of_halves_are_added_up_in_fp32_while_training() -> None:
+def test_half_matrix_products_accumulate_in_fp32_in_training() -> None:
     matmul = torch.backends.cuda.matmul
     before = (
         matmul.allow_fp16_reduced_precision_reduction,

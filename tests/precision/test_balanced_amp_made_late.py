@@ -33,7 +33,7 @@ class _MadeLate(Regression):
 
 
 @pytest.mark.parametrize("is_meta", [False, True])
-def test_network_made_in_configure_model_gets_working_weights(is_meta: bool) -> None:
+def test_network_created_in_configure_model_gets_working_weights(is_meta: bool) -> None:
     torch.manual_seed(0)
     reference, model = _MadeLate(False), _MadeLate(is_meta)
     fit(reference, None, loader(6))

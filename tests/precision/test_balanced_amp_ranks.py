@@ -32,7 +32,7 @@ def _train_with_ddp(rank: int) -> dict[str, Tensor]:
     return weights
 
 
-def test_ddp_equals_one_process_with_the_whole_batch_and_ranks_agree_bit_for_bit() -> None:
+def test_ddp_equals_one_process_with_the_global_batch_and_ranks_are_bitwise_equal() -> None:
     reference, start = Regression(make_optimizer=momentum), parameters_of(Regression())
     assert (parameters_of(Regression(seed=1)) - start).norm() > 1  # ranks start apart
     fit(reference, BalancedAMP(loss_scale=2.0**10), batches())
@@ -68,7 +68,7 @@ def _average_the_smallest_gradient(rank: int) -> dict[str, Tensor]:
     return gradients
 
 
-def test_ddp_averages_in_fp32_what_half_the_bytes_would_lose() -> None:
+def test_ddp_averages_in_fp32_gradients_that_half_would_lose() -> None:
     for gradients in run_ranks(_average_the_smallest_gradient, RANKS):
         assert torch.equal(gradients["fp32"], torch.full((1, 4), 2.0**-24))
         assert torch.equal(gradients["half"], torch.zeros(1, 4))
@@ -81,7 +81,7 @@ def _overflow_on_one_rank(rank: int) -> tuple[int, Tensor, int]:
     return trainer.global_step, parameters_of(model), plugin.scaler.skipped_steps
 
 
-def test_ddp_ranks_skip_together_where_one_overflows() -> None:
+def test_all_ddp_ranks_skip_if_one_overflows() -> None:
     first, second = run_ranks(_overflow_on_one_rank, RANKS)
     assert first[0] == second[0] == STEPS - 1
     assert first[2] == second[2] == 1
@@ -102,7 +102,7 @@ def _train_with_zero(rank: int) -> list[Tensor]:
     return ends
 
 
-def test_an_optimizer_that_shards_its_states_over_ranks_learns_as_in_fp32() -> None:
+def test_optimizer_with_sharded_states_trains_as_in_fp32() -> None:
     """Torch's ZeroRedundancyOptimizer broadcasts what each rank has stepped into `p.data`."""
     first, second = run_ranks(_train_with_zero, RANKS)
     assert torch.equal(first[1], second[1])
@@ -149,7 +149,7 @@ def _train_with_inf_cl(rank: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     return results
 
 
-def test_inf_cl_in_half_equals_inf_cl_in_fp32_while_the_scale_grows() -> None:
+def test_inf_cl_in_half_precision_equals_fp32_while_the_loss_scale_grows() -> None:
     """A replay must not move the scale between a backward and its step."""
     first, second = run_ranks(_train_with_inf_cl, RANKS)
     for name, (start, expected, value) in first.items():

@@ -40,7 +40,7 @@ class WithScales(Regression):
 
 
 @settings
-def test_skipped_steps_move_no_weight_no_state_no_count_and_no_schedule(weights: str) -> None:
+def test_skipped_steps_change_no_weight_state_count_or_schedule(weights: str) -> None:
     """Lightning#5558, #16228, #18828, #21339: torch's scaler leaves 6 steps and 6 decays."""
     plugin = make_plugin(weights)
     model = WithScales(make_optimizer=adam, bad_batches=BAD, interval="step")
@@ -56,7 +56,7 @@ def test_skipped_steps_move_no_weight_no_state_no_count_and_no_schedule(weights:
         assert stood_still == (batch in BAD)
 
 
-def test_skipped_steps_leave_the_run_of_the_good_batches_alone() -> None:
+def test_run_with_skipped_batches_equals_a_run_without_them() -> None:
     data = loader(BATCHES)
     good = [batch for index, batch in enumerate(data) if index not in BAD]
     runs = []
@@ -69,21 +69,21 @@ def test_skipped_steps_leave_the_run_of_the_good_batches_alone() -> None:
 
 
 @settings
-def test_a_first_step_that_is_skipped_raises_no_warning_of_the_schedule(weights: str) -> None:
+def test_skipped_first_step_causes_no_scheduler_warning(weights: str) -> None:
     model = Regression(make_optimizer=adam, bad_batches=[0], interval="step")
     trainer = fit(model, make_plugin(weights), loader(3))
     assert trainer.global_step == 2
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**2)
 
 
-def test_skipped_steps_do_not_hold_schedules_that_advance_by_epochs() -> None:
+def test_skipped_steps_do_not_delay_epoch_schedules() -> None:
     model = Regression(make_optimizer=adam, bad_batches=[1, 2], interval="epoch")
     trainer = fit(model, make_plugin(), loader(3), max_epochs=2)
     assert trainer.global_step == 2
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**2)
 
 
-def test_skipped_steps_do_not_count_for_max_steps() -> None:
+def test_skipped_steps_do_not_count_toward_max_steps() -> None:
     model = Regression(make_optimizer=adam, bad_batches=BAD)
     trainer = fit(model, make_plugin(), loader(10), max_steps=5, max_epochs=-1)
     assert trainer.global_step == 5
@@ -91,7 +91,7 @@ def test_skipped_steps_do_not_count_for_max_steps() -> None:
 
 
 @settings
-def test_skipped_steps_with_accumulation_are_counted_by_steps(weights: str) -> None:
+def test_skipped_step_under_accumulation_counts_once(weights: str) -> None:
     model = Regression(make_optimizer=adam, bad_batches=[2], interval="step")
     plugin = make_plugin(weights)
     trainer = fit(model, plugin, loader(6), accumulate_grad_batches=2)
@@ -102,7 +102,7 @@ def test_skipped_steps_with_accumulation_are_counted_by_steps(weights: str) -> N
 
 @pytest.mark.filterwarnings("ignore:.*averages half weights")
 @settings
-def test_an_average_of_weights_stands_still_at_skipped_steps_and_equals_that_of_fp32(
+def test_weight_average_ignores_skipped_steps_and_equals_fp32(
     weights: str,
 ) -> None:
     averages = weight_averaging()
@@ -157,7 +157,7 @@ def test_manual_optimization_counts_the_steps_of_each_optimizer(weights: str) ->
     assert plugin.scaler.scale == 2.0**9
 
 
-def test_the_scaler_of_lightning_counts_skipped_steps_which_is_why_this_exists() -> None:
+def test_16_mixed_of_lightning_counts_skipped_steps() -> None:
     model = Regression(make_optimizer=adam, bad_batches=BAD, interval="step")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     trainer = fit(model, MixedPrecision("16-mixed", "cpu", scaler), loader(BATCHES))
@@ -165,7 +165,7 @@ def test_the_scaler_of_lightning_counts_skipped_steps_which_is_why_this_exists()
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**6)
 
 
-def test_skipping_at_the_smallest_scale_raises_and_names_the_first_bad_gradient() -> None:
+def test_skips_at_the_floor_raise_and_name_the_first_non_finite_gradient() -> None:
     scale = LossScaleConfig(init_scale=4.0, min_scale=2.0, patience=3)
     model = Regression(bad_batches=range(99))
     with pytest.raises(FloatingPointError, match=r"3 consecutive training steps.*'?network\.0\."):

@@ -14,7 +14,7 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.mark.slow
-def test_weights_take_updates_that_half_weights_would_lose() -> None:
+def test_master_weights_keep_updates_that_half_weights_lose() -> None:
     """The reason for fp32 weights: here no update reaches 2^-12 of a weight."""
 
     def make() -> Regression:

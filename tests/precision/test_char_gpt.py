@@ -28,14 +28,14 @@ def test_targets_are_the_next_characters() -> None:
 
 
 @pytest.mark.slow
-def test_untrained_model_predicts_all_characters_alike() -> None:
+def test_untrained_model_predicts_a_uniform_distribution() -> None:
     model = CharGPT()
     assert held_out_loss(model) == pytest.approx(math.log(len(vocabulary())), rel=0.02)
     assert len(parameters_of(model)) < 40_000
 
 
 @pytest.mark.sweep
-def test_safe_adamw_in_fp32_is_torchs_adamw() -> None:
+def test_safe_adamw_in_fp32_equals_torch_adamw() -> None:
     ends = [
         train_char_gpt(0, None, make_optimizer=lambda p, kind=kind: kind(p, lr=3e-3))
         for kind in (AdamW, SafeAdamW)

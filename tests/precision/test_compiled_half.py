@@ -42,7 +42,7 @@ class Whole(nn.Module):
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 @pytest.mark.parametrize("make_optimizer", [AdamW, SafeAdamW])
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_an_uneven_last_batch_is_compiled_whole_and_trains_as_without(
+def test_smaller_last_batch_compiles_to_one_graph_and_trains_as_in_eager_mode(
     half: Any, make_optimizer: Any, manual: bool
 ) -> None:
     class Trained(Regression):
@@ -67,7 +67,7 @@ def test_an_uneven_last_batch_is_compiled_whole_and_trains_as_without(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that:UserWarning")
-def test_equal_blocks_that_are_clamped_are_compiled_once() -> None:
+def test_equal_clamped_blocks_are_compiled_once() -> None:
     graphs = {}
     for blocks in (1, 4):
         torch.compiler.reset()

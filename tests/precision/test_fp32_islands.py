@@ -31,7 +31,7 @@ class _Notes(Regression):
 
 
 @pytest.mark.parametrize("weights", ["half", "full"])
-def test_a_named_linear_layer_computes_in_fp32(weights: Any) -> None:
+def test_linear_layer_in_fp32_modules_computes_in_fp32(weights: Any) -> None:
     model = _Notes()
     fit(model, BalancedAMP(weights=weights, fp32_modules=["norm", "network.3"]), loader(2))
     assert model.seen["3"][1] == torch.float32
@@ -39,7 +39,7 @@ def test_a_named_linear_layer_computes_in_fp32(weights: Any) -> None:
     assert model.seen["2"] == (torch.float16, torch.float16)  # the norm is the policy's business
 
 
-def test_a_layer_frozen_in_half_computes_in_fp32_in_an_island() -> None:
+def test_frozen_half_layer_in_fp32_modules_computes_in_fp32() -> None:
     model = _Notes()
     layer = model.network[3].half().requires_grad_(False)
     weight = layer.weight.clone()
@@ -60,7 +60,7 @@ def big() -> nn.Module:
     return network
 
 
-def test_what_overflows_half_is_finite_in_an_island() -> None:
+def test_values_that_overflow_fp16_are_finite_in_fp32_modules() -> None:
     for names, is_finite in ((["norm"], False), (["norm", "network.1"], True)):
         model = Regression(big)
         plugin = BalancedAMP(weights="full", fp32_modules=names, loss_scale=1.0)
@@ -69,7 +69,7 @@ def test_what_overflows_half_is_finite_in_an_island() -> None:
         assert (plugin.scaler.skipped_steps == 0) is is_finite
 
 
-def test_autocast_is_off_in_an_island_alone_and_back_after_an_exception() -> None:
+def test_autocast_is_off_only_in_fp32_modules_and_restored_after_an_exception() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor, *, fail: bool = False) -> Tensor:
             self.was = torch.is_autocast_enabled("cpu"), x.dtype
@@ -89,7 +89,7 @@ def test_autocast_is_off_in_an_island_alone_and_back_after_an_exception() -> Non
         assert module(torch.ones(2).half()).dtype == torch.float16
 
 
-def test_a_copy_computes_with_its_own_weights() -> None:
+def test_copy_of_a_module_computes_with_its_own_weights() -> None:
     module = nn.Linear(2, 2)
     compute_in_fp32([module], contextlib.ExitStack())
     copied = copy.deepcopy(module)
@@ -102,7 +102,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_an_island_is_part_of_a_compiled_graph() -> None:
+def test_fp32_module_is_part_of_a_compiled_graph() -> None:
     network = perceptron()
     compute_in_fp32([network[3]], contextlib.ExitStack())
     compiled = torch.compile(network, backend="eager", fullgraph=True)
@@ -113,12 +113,12 @@ def test_an_island_is_part_of_a_compiled_graph() -> None:
         assert torch.equal(output, network(x))
 
 
-def test_only_the_outermost_of_nested_modules_is_an_island() -> None:
+def test_outermost_returns_no_module_within_another() -> None:
     modules = {"a": nn.ReLU(), "a.b": nn.ReLU(), "c.d": nn.ReLU(), "ab": nn.ReLU()}
     assert list(outermost(modules)) == [modules["a"], modules["c.d"], modules["ab"]]
 
 
-def test_after_training_modules_have_their_own_forward_again() -> None:
+def test_forward_is_restored_after_training() -> None:
     model = Regression()
     fit(model, BalancedAMP(fp32_modules=["network"]), loader(1))
     assert not any("forward" in module.__dict__ for module in model.modules())

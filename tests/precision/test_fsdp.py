@@ -247,14 +247,14 @@ def test_two_ranks_equal_one_process_in_fp32(results: Any, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "half"), [("fp16", torch.float16), ("bf16 norm", torch.bfloat16)], ids=["fp16", "bf16"]
 )
-def test_weights_are_half_where_they_work_but_for_norms(
+def test_working_weights_are_half_except_in_norms(
     results: Any, kind: str, name: str, half: torch.dtype
 ) -> None:
     norms = {("norm", torch.float32), ("blocks.0.norm1", torch.float32)}
     assert results[f"{kind} {name}"]["seen"] == {("head", half), ("blocks.1.up", half), *norms}
 
 
-def test_modules_by_name_stay_in_fp32_under_a_policy_of_sizes(results: Any) -> None:
+def test_fp32_modules_stay_fp32_under_a_size_based_wrap_policy(results: Any) -> None:
     assert ("blocks.1.up", torch.float32) in results["by size"]["seen"]
     assert ("norm", torch.float32) in results["by size"]["seen"]
     assert ("head", torch.float16) in results["by size"]["seen"]
@@ -263,7 +263,7 @@ def test_modules_by_name_stay_in_fp32_under_a_policy_of_sizes(results: Any) -> N
 
 @pytest.mark.parametrize("kind", PLUGINS)
 @pytest.mark.parametrize("name", [*CLIPPING, "bf16 norm"])
-def test_clipping_equals_that_of_one_process_in_fp32(results: Any, kind: str, name: str) -> None:
+def test_clipping_equals_one_process_in_fp32(results: Any, kind: str, name: str) -> None:
     """FSDPPrecision refuses to clip by norm (Lightning#19235)."""
     expected = reference(_Model(), **CLIPPING[name.split()[-1]])
     result, bound = results[f"{kind} {name}"], 2**-7 if "bf16" in name else 2**-9
@@ -272,12 +272,12 @@ def test_clipping_equals_that_of_one_process_in_fp32(results: Any, kind: str, na
     assert min(result["norms"]) > CLIPPING["norm"]["gradient_clip_val"]
 
 
-def test_optimizers_stepped_by_hand_are_clipped_by_their_own_norms(results: Any) -> None:
+def test_manual_optimizers_are_clipped_by_their_own_norms(results: Any) -> None:
     assert error_of(results["manual"]["end"], reference(_Manual())) < 2**-9
 
 
 @pytest.mark.parametrize("kind", PLUGINS)
-def test_ranks_skip_together_where_the_shard_of_one_overflows(results: Any, kind: str) -> None:
+def test_all_ranks_skip_if_one_shard_overflows(results: Any, kind: str) -> None:
     result = results[f"{kind} bad"]
     assert result["global_step"] == STEPS - 1
     assert result["lr"] == [pytest.approx(0.1 * 0.9 ** (STEPS - 1))]
@@ -311,7 +311,7 @@ def _resume(rank: int, folder: str) -> dict[str, tuple[Tensor, Tensor, Any, Any]
 
 
 @pytest.mark.sweep
-def test_a_run_resumes_bit_for_bit_from_a_checkpoint() -> None:
+def test_run_resumes_bit_for_bit_from_a_checkpoint() -> None:
     with tempfile.TemporaryDirectory() as folder:
         first, _ = run_ranks(_resume, RANKS, folder)
     for expected, value, saved, state in first.values():
@@ -333,12 +333,12 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("kind", PLUGINS)
 @pytest.mark.parametrize(("arguments", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
-def test_arguments_that_cannot_be_used_raise(kind: str, arguments: Any, message: str) -> None:
+def test_invalid_arguments_raise(kind: str, arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PLUGINS[kind](**arguments)
 
 
-def test_unknown_modules_and_other_strategies_raise() -> None:
+def test_unknown_modules_and_unsupported_strategies_raise() -> None:
     with pytest.raises(ValueError, match="Similar names: .*'LayerNorm'"):
         fit(_Model(), FSDPBalancedAMP(fp32_modules=["LayreNorm"]), batches())
     with pytest.raises(MisconfigurationException, match=r"'network.blocks.0.norm1' is not sharded"):
@@ -360,7 +360,7 @@ def _misconfigure(rank: int) -> list[str]:
     return messages
 
 
-def test_norms_that_fsdp_would_round_raise() -> None:
+def test_norm_that_fsdp_would_gather_in_half_raises() -> None:
     for without_policy, with_policy in run_ranks(_misconfigure, RANKS):
         assert "gathers 'network.blocks.0.norm1' in half" in without_policy
         assert with_policy == ""
@@ -390,7 +390,7 @@ def _step_past(rank: int) -> list[str]:
     return messages
 
 
-def test_an_optimizer_that_the_plugin_was_not_given_is_refused_on_scaled_shards() -> None:
+def test_optimizer_outside_the_trainer_raises_on_scaled_shards() -> None:
     for messages in run_ranks(_step_past, RANKS):
         for make, message in zip(PLUGINS.values(), messages, strict=True):
             assert f"`SGD.step()` was not called through `{make.__name__}`" in message

@@ -76,7 +76,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @half_dtypes
-def test_convert_rounds_weights_in_place_and_leaves_the_rest(half: torch.dtype) -> None:
+def test_convert_rounds_weights_in_place_and_changes_nothing_else(half: torch.dtype) -> None:
     model = Tied()
     before = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
     values = {name: t.clone() for name, t in model.state_dict(keep_vars=True).items()}
@@ -94,7 +94,7 @@ def test_convert_rounds_weights_in_place_and_leaves_the_rest(half: torch.dtype) 
         assert torch.equal(buffer, values[name])
 
 
-def test_convert_keeps_a_weight_in_fp32_where_any_kept_module_shares_it() -> None:
+def test_weight_shared_with_an_fp32_module_stays_fp32() -> None:
     model = Tied()
     weights = HalfWeights(torch.float16)
     weights.convert(model, [model.head])
@@ -105,7 +105,7 @@ def test_convert_keeps_a_weight_in_fp32_where_any_kept_module_shares_it() -> Non
 
 
 @half_dtypes
-def test_release_gives_back_what_was_kept_and_the_same_parameters(half: torch.dtype) -> None:
+def test_release_restores_fp32_values_in_the_same_parameters(half: torch.dtype) -> None:
     model = Tied()
     before, parameters = copy.deepcopy(model.state_dict()), list(model.parameters())
     _, weights = converted(half, model)
@@ -119,7 +119,7 @@ def test_release_gives_back_what_was_kept_and_the_same_parameters(half: torch.dt
 
 
 @half_dtypes
-def test_state_dict_holds_fp32_values_that_a_plain_model_loads_bit_for_bit(
+def test_state_dict_has_fp32_values_that_a_plain_model_loads_bit_for_bit(
     half: torch.dtype,
 ) -> None:
     source = Tied()
@@ -134,7 +134,7 @@ def test_state_dict_holds_fp32_values_that_a_plain_model_loads_bit_for_bit(
 
 
 @pytest.mark.parametrize("keep_vars", [False, True])
-def test_loading_fp32_writes_weights_and_residuals(keep_vars: bool) -> None:
+def test_loading_an_fp32_state_dict_sets_weights_and_residuals(keep_vars: bool) -> None:
     model, weights = converted()
     new = Tied()
     model.load_state_dict(new.state_dict(keep_vars=keep_vars))
@@ -172,9 +172,7 @@ def test_deepcopy_of_a_converted_model_is_a_plain_half_model() -> None:
 
 
 @pytest.mark.parametrize(("half", "bits"), [(torch.float16, 11), (torch.bfloat16, 8)])
-def test_updates_below_half_a_ulp_add_up_in_residuals_where_half_stands_still(
-    half: torch.dtype, bits: int
-) -> None:
+def test_updates_below_half_a_ulp_accumulate_in_residuals(half: torch.dtype, bits: int) -> None:
     update = 0.875 * 2.0**-bits  # the neighbours of a weight of 1 are 2^(1-bits) away
     plain = nn.Parameter(torch.ones(4, dtype=half))
     holder = nn.Module()
@@ -205,7 +203,9 @@ def test_updates_below_half_a_ulp_add_up_in_residuals_where_half_stands_still(
     ],
     ids=["data.copy_", "copy_", "data"],
 )
-def test_writes_from_outside_win_to_half_a_step(write: Callable[[Tensor, Tensor], Any]) -> None:
+def test_write_to_a_half_weight_overrides_its_residual(
+    write: Callable[[Tensor, Tensor], Any],
+) -> None:
     model, weights = converted()
     weight = model.body[0].weight
     old, new = weights.read(weight), torch.randn(6, 6)
@@ -219,7 +219,7 @@ def test_writes_from_outside_win_to_half_a_step(write: Callable[[Tensor, Tensor]
     assert (value[2].abs() <= 2.0**-25).all()
 
 
-def test_writes_into_exposed_weights_keep_22_bits_and_the_parameters_stay_the_same() -> None:
+def test_writes_to_exposed_weights_keep_22_bits_in_the_same_parameters() -> None:
     model, weights = converted()
     parameters, grads = list(model.parameters()), []
     model.body[0].weight.register_post_accumulate_grad_hook(lambda p: grads.append(p.grad.dtype))
@@ -245,7 +245,7 @@ def test_writes_into_exposed_weights_keep_22_bits_and_the_parameters_stay_the_sa
     assert grads == [torch.float16]  # hooks on the accumulation, such as DDP's, are still there
 
 
-def test_exposed_weights_are_taken_back_after_an_exception() -> None:
+def test_exposed_weights_are_converted_back_after_an_exception() -> None:
     model, weights = converted()
     parameters = list(model.parameters())
 
@@ -298,7 +298,9 @@ def assert_at_rest(optimizer: Optimizer, model: nn.Module) -> None:
     assert set(optimizer.state) <= set(at_rest)
 
 
-def test_optimizer_state_loads_as_fp32_and_param_groups_hold_working_weights_at_rest() -> None:
+def test_optimizer_state_loads_as_fp32_and_param_groups_hold_working_weights_between_steps() -> (
+    None
+):
     model, weights = converted()
     optimizer = Adam(model.parameters(), lr=0.01)
     weights.attach(optimizer)
@@ -316,7 +318,7 @@ def test_optimizer_state_loads_as_fp32_and_param_groups_hold_working_weights_at_
         assert same(fresh.state[p], saved["state"][index])
 
 
-def test_param_groups_are_at_rest_after_a_step_that_raises() -> None:
+def test_param_groups_hold_working_weights_after_a_failed_step() -> None:
     model, weights = converted()
     optimizer = Adam(model.parameters(), lr=0.01)
     give_gradients(model.parameters())
@@ -337,7 +339,7 @@ def test_param_groups_are_at_rest_after_a_step_that_raises() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["groups", "sizes", "no state"])
-def test_param_groups_are_at_rest_after_a_load_that_raises(wrong: str) -> None:
+def test_param_groups_hold_working_weights_after_a_failed_load(wrong: str) -> None:
     model, weights = converted()
     optimizer = Adam(model.parameters(), lr=0.01)
     weights.attach(optimizer)
@@ -355,7 +357,7 @@ def test_param_groups_are_at_rest_after_a_load_that_raises(wrong: str) -> None:
     assert_at_rest(optimizer, model)
 
 
-def test_groups_added_later_are_stepped_in_fp32() -> None:
+def test_param_groups_added_later_are_stepped_in_fp32() -> None:
     model, weights = converted()
     optimizer = SGD(model.head.parameters(), lr=2.0**-13)
     weights.attach(optimizer)
@@ -371,7 +373,7 @@ def test_groups_added_later_are_stepped_in_fp32() -> None:
         assert torch.equal(weights.read(late), join_weight(*split_weight(stepped, torch.float16)))
 
 
-def test_a_frozen_weight_without_gradient_does_not_move() -> None:
+def test_frozen_weight_without_gradient_does_not_change() -> None:
     model, weights = converted()
     frozen = model.body[2].weight.requires_grad_(False)
     optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.5)

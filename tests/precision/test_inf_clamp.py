@@ -34,7 +34,7 @@ def clamped_identity(**arguments: Any) -> tuple[nn.Module, InfClamp]:
 # --- values --------------------------------------------------------------------------------------
 
 
-def test_clamp_of_infs_gives_half_the_maximum_and_keeps_every_other_bit() -> None:
+def test_clamp_replaces_inf_by_half_the_maximum_and_keeps_every_other_bit() -> None:
     module, clamp = clamped_identity()
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     result = module(every)
@@ -54,7 +54,7 @@ def test_clamp_of_other_dtypes_returns_the_same_tensor(dtype: torch.dtype) -> No
     assert clamp.counts().tolist() == [0]
 
 
-def test_clamp_gradient_is_zero_or_straight_through_even_where_it_is_infinite() -> None:
+def test_clamp_gradient_is_zero_or_straight_through_even_if_infinite() -> None:
     values = torch.tensor([INF, 2.0, -INF, NAN, INF]).half()
     incoming = torch.tensor([3.0, 5.0, 7.0, 11.0, INF]).half()
     for gradient, expected in (
@@ -68,7 +68,7 @@ def test_clamp_gradient_is_zero_or_straight_through_even_where_it_is_infinite() 
 
 
 @pytest.mark.parametrize(("gradient", "expected"), [("zero", 105), ("straight_through", 0)])
-def test_clamp_keeps_at_most_one_byte_an_element(gradient: str, expected: int) -> None:
+def test_clamp_saves_at_most_one_byte_per_element(gradient: str, expected: int) -> None:
     module, _ = clamped_identity(gradient=gradient)
     saved: list[Tensor] = []
 
@@ -93,7 +93,7 @@ def test_clamp_makes_a_residual_stream_of_several_blocks_finite_forward_and_back
             assert parameter.grad.isfinite().all(), name
 
 
-def test_one_inf_without_the_clamp_makes_nan_of_its_whole_token_only() -> None:
+def test_inf_without_the_clamp_makes_only_its_token_nan() -> None:
     model, x = overflowing(1).half(), batch()
     model[0].fc2.weight.data.zero_()
     x[3, 2] = INF
@@ -114,7 +114,7 @@ def test_auto_in_fp16_clamps_the_sum_that_a_block_returns() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9])
-def test_top_before_dropout_is_the_largest_value_that_dropout_keeps_finite(p: float) -> None:
+def test_value_before_dropout_is_the_largest_that_dropout_keeps_finite(p: float) -> None:
     top = _top_before(p)
     finite = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)  # in rising order
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_top_before_dropout_is_the_largest_value_that_dropout_keeps_finite(p: fl
 # --- outputs of many kinds ---------------------------------------------------------------------
 
 
-def test_clamp_of_a_named_module_reaches_tensors_in_every_container() -> None:
+def test_clamp_of_a_named_module_applies_to_tensors_in_any_container() -> None:
     module, clamp = clamped_identity()
     inf, mask, other = torch.tensor([INF]).half(), torch.tensor([-INF]), object()
     for value in (
@@ -163,7 +163,7 @@ def leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def test_auto_clamps_the_first_of_several_outputs_and_leaves_masks_alone() -> None:
+def test_auto_clamps_the_first_output_and_no_mask() -> None:
     class WithMask(Block):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return super().forward(x), torch.tensor([-INF]).half()
@@ -176,7 +176,7 @@ def test_auto_clamps_the_first_of_several_outputs_and_leaves_masks_alone() -> No
     assert mask.tolist() == [-INF]
 
 
-def test_auto_clamps_the_input_of_a_norm_given_by_keyword() -> None:
+def test_auto_clamps_a_norm_input_passed_by_keyword() -> None:
     model = overflowing(1)
     InfClamp().attach(model)
     assert model[0].norm(input=torch.full((2, 8), INF).half()).isfinite().all()
@@ -199,11 +199,13 @@ def test_auto_clamps_the_input_of_a_norm_given_by_keyword() -> None:
     ],
     ids=str,
 )
-def test_names_stand_for_the_modules_themselves(names: list[str], expected: tuple[str]) -> None:
+def test_names_select_modules_without_their_children(
+    names: list[str], expected: tuple[str]
+) -> None:
     assert InfClamp(names).attach(overflowing()).names == expected
 
 
-def test_auto_on_a_model_without_residual_stream_does_nothing() -> None:
+def test_auto_without_a_residual_stream_clamps_nothing() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 1))
     clamp = InfClamp().attach(model)
     assert clamp.names == ()
@@ -213,7 +215,7 @@ def test_auto_on_a_model_without_residual_stream_does_nothing() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model)
 
 
-def test_attach_with_an_unknown_name_lists_near_ones_and_hooks_nothing() -> None:
+def test_attach_with_an_unknown_name_lists_similar_names_and_adds_no_hook() -> None:
     model = overflowing()
     with pytest.raises(ValueError, match=r"Passed the module 'fc_2'.*fc2"):
         InfClamp(["auto", "fc_2"]).attach(model)
@@ -228,7 +230,7 @@ def test_attach_with_an_unknown_name_lists_near_ones_and_hooks_nothing() -> None
         ({"gradient": "ste"}, r"InfClamp\(gradient='ste'\).*'straight_through'"),
     ],
 )
-def test_inf_clamp_with_a_wrong_argument_raises(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_argument_raises(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         InfClamp(**arguments)
 
@@ -313,7 +315,7 @@ def test_removed_clamp_leaves_no_hook_and_keeps_its_counts() -> None:
     assert sum(counted.values()) > 0
 
 
-def test_attach_to_another_model_lets_go_of_the_first() -> None:
+def test_attach_to_another_model_detaches_from_the_first() -> None:
     first, second = overflowing(), overflowing()
     clamp = InfClamp().attach(first)
     clamp.attach(second)

@@ -113,7 +113,7 @@ def cases() -> Iterator[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "setting", "factor"), [*cases()])
-def test_inf_clamp_where_a_model_overflows_makes_forward_and_backward_finite(
+def test_clamp_makes_forward_and_backward_of_an_overflowing_model_finite(
     kind: str, setting: Setting, factor: float
 ) -> None:
     """The first factor overflows here and there, the second nearly everywhere."""
@@ -133,9 +133,7 @@ def test_inf_clamp_where_a_model_overflows_makes_forward_and_backward_finite(
 @pytest.mark.parametrize("gradient", ["zero", "straight_through"])
 @pytest.mark.parametrize("setting", [HALF, AUTOCAST], ids=lambda setting: setting.name)
 @pytest.mark.parametrize("kind", MODELS)
-def test_inf_clamp_where_nothing_overflows_changes_no_bit(
-    kind: str, setting: Setting, gradient: str
-) -> None:
+def test_clamp_without_overflow_changes_no_bit(kind: str, setting: Setting, gradient: str) -> None:
     model = setting.convert(make(kind))
     without = step(model, context_of(setting))
     clamp = InfClamp(["auto"], gradient=gradient).attach(model)
@@ -152,7 +150,7 @@ def test_inf_clamp_where_nothing_overflows_changes_no_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", T5_LIKE)
-def test_t5_under_autocast_is_not_saved_by_its_own_clamp_even_without_dropout(kind: str) -> None:
+def test_own_clamp_of_t5_does_not_prevent_nan_under_autocast(kind: str) -> None:
     model = make(kind, 1e5)
     is_finite = {}
     for setting in (AUTOCAST, HALF):
@@ -162,14 +160,14 @@ def test_t5_under_autocast_is_not_saved_by_its_own_clamp_even_without_dropout(ki
 
 
 @pytest.mark.parametrize("kind", T5_LIKE)
-def test_t5_in_half_with_dropout_is_not_saved_by_its_own_clamp(kind: str) -> None:
+def test_own_clamp_of_t5_does_not_prevent_nan_with_dropout(kind: str) -> None:
     """It comes after dropout, which makes NaN of the infs that it drops."""
     assert step(half(make(kind, 1e5)), context_of(HALF)).non_finite_logits() > 0
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("norm_output", ["input", "fp32"])
-def test_inf_clamp_under_the_op_policy_makes_forward_and_backward_finite(
+def test_clamp_under_the_op_policy_makes_forward_and_backward_finite(
     kind: str, norm_output: str
 ) -> None:
     """With norms in fp32 and a loss scale, as under `BalancedAMP(weights="full")`."""
@@ -185,7 +183,7 @@ def test_inf_clamp_under_the_op_policy_makes_forward_and_backward_finite(
 
 
 @pytest.mark.parametrize("kind", ["pegasus", "gpt2"])
-def test_inf_clamp_where_finite_addends_overflow_makes_forward_and_backward_finite(
+def test_clamp_handles_overflow_in_a_sum_of_finite_values(
     kind: str,
 ) -> None:
     """No writer returns an inf here: two values of 40000 add up to one in the stream."""
@@ -204,7 +202,7 @@ def test_inf_clamp_where_finite_addends_overflow_makes_forward_and_backward_fini
     assert writers == []
 
 
-def test_inf_clamp_where_dropout_scales_a_finite_value_over_the_top_makes_it_finite() -> None:
+def test_clamp_handles_overflow_in_a_dropout_module() -> None:
     """60000 / (1 - 0.1) is 66667: a finite `wo`, an infinite dropout, and an fp32 stream."""
     model = make("t5")
     first = model.encoder.block[0].layer[1].DenseReluDense
@@ -218,7 +216,7 @@ def test_inf_clamp_where_dropout_scales_a_finite_value_over_the_top_makes_it_fin
 
 
 @pytest.mark.parametrize("setting", [HALF, AUTOCAST], ids=lambda setting: setting.name)
-def test_inf_clamp_where_functional_dropout_scales_a_finite_value_makes_it_finite(
+def test_clamp_handles_overflow_in_functional_dropout(
     setting: Setting,
 ) -> None:
     """BART's layers call dropout as a function, where no hook can be."""
@@ -235,7 +233,7 @@ def test_inf_clamp_where_functional_dropout_scales_a_finite_value_makes_it_finit
     assert clamp.counts().sum() == 0  # without dropout 60000 is fine
 
 
-def test_inf_clamp_leaves_headroom_for_dropout_where_t5s_own_value_does_not() -> None:
+def test_value_leaves_headroom_for_dropout_unlike_that_of_t5() -> None:
     written = torch.full((7,), torch.inf).half()
     t5s_own = torch.tensor(64504.0).half()
     clamped = InfClamp(["Identity"]).attach(layer := nn.Identity()) and layer(written)
@@ -264,7 +262,7 @@ def test_auto_with_checkpointed_layers_counts_each_overflow_once(kind: str) -> N
         assert torch.equal(grad, plain.gradients[name]), name
 
 
-def test_auto_on_t5_names_the_layers_that_write_to_the_stream() -> None:
+def test_auto_on_t5_selects_the_layers_that_write_to_the_residual_stream() -> None:
     names = InfClamp(["auto"]).attach(make("t5")).names
     block = "decoder.block.1.layer"
     for wanted in (
@@ -281,7 +279,7 @@ def test_auto_on_t5_names_the_layers_that_write_to_the_stream() -> None:
         assert other not in names
 
 
-def test_inf_clamp_of_named_modules_clamps_what_hugging_face_returns() -> None:
+def test_named_modules_clamp_model_outputs_of_transformers() -> None:
     """The decoder returns a `ModelOutput` with hidden states in a tuple."""
     model = half(make("bart").eval())
     norm = model.model.decoder.layers[1].final_layer_norm

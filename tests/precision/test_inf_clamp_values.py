@@ -18,7 +18,7 @@ def identity() -> nn.Module:
 
 
 @pytest.mark.parametrize("value", [1.0, 32752.0, 64504.0, 65504.0])
-def test_infinity_becomes_the_value_and_all_else_stays(value: float) -> None:
+def test_inf_becomes_the_value_and_other_elements_stay(value: float) -> None:
     model, x = identity(), torch.tensor(ROWS).half()
     clamp = InfClamp(["0"], value=value).attach(model)
     expected = torch.where(x.isinf(), x.sign() * torch.tensor(value).half(), x)
@@ -30,7 +30,7 @@ def _takes_positions(module: nn.Module) -> bool:
     return "cache_position" in inspect.signature(module.forward).parameters
 
 
-def test_a_value_of_64504_is_t5s_own_clamp() -> None:
+def test_value_64504_equals_the_clamp_of_t5() -> None:
     from transformers import T5Config
     from transformers.models.t5.modeling_t5 import T5Block
 
@@ -52,7 +52,7 @@ def test_a_value_of_64504_is_t5s_own_clamp() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, 65505.0, INF, float("nan"), True])
-def test_a_value_out_of_range_is_refused(value: float) -> None:
+def test_value_out_of_range_raises(value: float) -> None:
     with pytest.raises(ValueError, match=r"InfClamp\(value=.*65504"):
         InfClamp(value=value)
 
@@ -65,7 +65,7 @@ def nested(layout: torch.layout) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("gradient", ["zero", "straight_through"])
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
-def test_nested_tensors_are_clamped_and_counted_as_their_rows_are(
+def test_nested_tensors_are_clamped_and_counted_like_their_components(
     layout: torch.layout, gradient: str
 ) -> None:
     plain, model = identity(), identity()
@@ -85,7 +85,7 @@ def test_nested_tensors_are_clamped_and_counted_as_their_rows_are(
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_torchs_encoder_with_padding_takes_the_clamp_in_evaluation() -> None:
+def test_transformer_encoder_with_padding_is_clamped_in_evaluation() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2).half().eval()

@@ -59,7 +59,7 @@ class Taught(Regression):
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_a_teacher_that_is_written_through_state_dict_follows_as_in_fp32(half: Any) -> None:
+def test_teacher_updated_through_state_dict_follows_as_in_fp32(half: Any) -> None:
     plain, model = Taught("state_dict"), Taught("state_dict")
     start = parameters_of(plain.teacher)
     fit(plain, None, loader(30, batch_size=4))
@@ -74,14 +74,14 @@ def test_a_teacher_that_is_written_through_state_dict_follows_as_in_fp32(half: A
     assert missed < 0.5 * way.norm()
 
 
-def test_a_write_into_half_weights_is_warned_of_once_by_name() -> None:
+def test_write_to_half_weights_warns_once_with_their_name() -> None:
     with pytest.warns(UserWarning, match=r"wrote to 'teacher\.0\.weight'.*exposed") as found:
         fit(Taught("parameters"), PureFP16(), loader(4))
     assert sum("exposed" in str(each.message) for each in found) == 1
 
 
 @plugins
-def test_a_run_that_nobody_writes_into_is_not_warned_of(
+def test_run_without_such_writes_does_not_warn(
     make_plugin: Any, recwarn: pytest.WarningsRecorder
 ) -> None:
     class Saves(Regression):
@@ -95,7 +95,7 @@ def test_a_run_that_nobody_writes_into_is_not_warned_of(
     assert not [w for w in recwarn if "wrote into" in str(w.message)]
 
 
-def test_fp32_data_that_takes_the_place_of_a_half_weight_keeps_all_its_bits() -> None:
+def test_fp32_data_assigned_to_a_half_weight_keeps_all_bits() -> None:
     value = torch.full((16, 8), 1 + 2.0**-20)
 
     class Replaces(Regression):
@@ -111,7 +111,7 @@ def test_fp32_data_that_takes_the_place_of_a_half_weight_keeps_all_its_bits() ->
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_an_optimizer_fused_into_the_backward_is_refused_on_half_weights(half: Any) -> None:
+def test_optimizer_in_the_backward_raises_on_half_weights(half: Any) -> None:
     class Fused(Regression):
         def on_fit_start(self) -> None:
             for p in self.network.parameters():
@@ -145,7 +145,7 @@ class SharpnessAware(SGD):
 
 @plugins
 @pytest.mark.parametrize("kind", [NeedsAClosure, SharpnessAware, torch.optim.LBFGS])
-def test_optimizers_that_evaluate_the_loss_run_in_bf16_or_are_refused_at_the_start(
+def test_optimizers_with_a_closure_run_in_bf16_or_raise_at_the_start(
     kind: Any, make_plugin: Any
 ) -> None:
     model, plugin = Regression(make_optimizer=lambda p: kind(p, lr=0.1)), make_plugin()
@@ -193,7 +193,7 @@ class Averaging(SGD):
 
 
 @plugins
-def test_schedule_free_optimizers_run_on_fp32_weights_and_are_refused_on_half_ones(
+def test_schedule_free_optimizers_run_on_fp32_weights_and_raise_on_half_weights(
     make_plugin: Any,
 ) -> None:
     class Switches(Regression):
@@ -218,7 +218,7 @@ def test_schedule_free_optimizers_run_on_fp32_weights_and_are_refused_on_half_on
 
 
 @plugins
-def test_a_parameter_that_is_replaced_and_not_stepped_is_refused(make_plugin: Any) -> None:
+def test_replaced_parameter_that_no_optimizer_holds_raises(make_plugin: Any) -> None:
     class Assigns(Regression):
         def on_train_batch_end(self, *_: Any) -> None:
             state = {name: value.clone() for name, value in self.network.state_dict().items()}
@@ -229,7 +229,7 @@ def test_a_parameter_that_is_replaced_and_not_stepped_is_refused(make_plugin: An
 
 
 @plugins
-def test_a_layer_that_is_replaced_with_its_optimizer_trains_as_in_fp32(make_plugin: Any) -> None:
+def test_layer_replaced_in_model_and_optimizer_trains_as_in_fp32(make_plugin: Any) -> None:
     class Replaces(Regression):
         def on_train_batch_end(self, *_: Any) -> None:
             if len(self.losses) == 3:
@@ -265,7 +265,7 @@ def test_parametrized_weights_stay_in_fp32_and_train_as_in_fp32(make_plugin: Any
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 # Not BalancedAMP in bf16 beside fp16: TorchScript would meet the dtypes of both in one process.
 @pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16, PLUGINS["PureFP16 bf16"]])
-def test_torchscript_computes_or_is_refused_by_name(make_plugin: Any) -> None:
+def test_torchscript_module_computes_or_raises_with_its_name(make_plugin: Any) -> None:
     model, plugin = Regression(lambda: torch.jit.script(perceptron())), make_plugin()
     if isinstance(plugin, BalancedAMP):
         fit(model, plugin, loader(2))
@@ -291,7 +291,7 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("base", [torch.float32, torch.float16])
-def test_a_frozen_weight_costs_two_bytes_and_comes_back_as_it_came(base: torch.dtype) -> None:
+def test_frozen_weight_takes_two_bytes_and_is_restored_exactly(base: torch.dtype) -> None:
     class Looks(Regression):
         def on_train_end(self) -> None:
             ledger = self.trainer.precision_plugin._ledger
@@ -314,7 +314,7 @@ def test_a_frozen_weight_costs_two_bytes_and_comes_back_as_it_came(base: torch.d
     assert torch.equal(model.network.base.weight, before.half().to(base))
 
 
-def test_a_weight_that_is_unfrozen_gets_a_residual_and_learns_small_updates() -> None:
+def test_unfrozen_weight_gets_a_residual_and_keeps_small_updates() -> None:
     step = 2.0**-16
 
     class Unfreezes(Regression):

@@ -19,7 +19,7 @@ from lightning_mp.precision.loss_scaler import LossScaler
 FP16 = LossScaleConfig.parse("dynamic", torch.float16)  # for gradients that are computed in fp16
 
 
-def test_config_refuses_what_is_out_of_range() -> None:
+def test_config_values_out_of_range_raise() -> None:
     for name, values in {
         "init_scale": [0, -1.0, math.nan, math.inf, 2.0**127, 2.0**-127, True, "65536"],
         "min_scale": [0.0, -1, math.nan, 2.0**-128],
@@ -40,7 +40,7 @@ def test_config_refuses_what_is_out_of_range() -> None:
         LossScaleConfig(**limits, dynamic=False)  # which has no limits
 
 
-def test_parse_makes_what_the_argument_stands_for_and_refuses_the_rest() -> None:
+def test_parse_accepts_dynamic_numbers_and_configs_only() -> None:
     parse = LossScaleConfig.parse
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert parse("dynamic", dtype) == parse("dynamic")
@@ -71,7 +71,7 @@ def test_parse_makes_what_the_argument_stands_for_and_refuses_the_rest() -> None
     ],
     ids=str,
 )
-def test_what_a_configuration_leaves_open_depends_on_how_gradients_are_computed(
+def test_defaults_of_the_config_depend_on_the_dtype_of_gradients(
     given: Any, half: Any, full: Any
 ) -> None:
     config = LossScaleConfig(**given)

@@ -58,7 +58,7 @@ def test_scale_over_overflows_equals_torch(interval: int, probability: float, se
     assert ours.good_steps_in_a_row == [*reversed(overflows), True].index(True)
 
 
-def test_scale_at_floor_stays_where_torch_goes_to_zero() -> None:
+def test_scale_stays_at_the_floor_while_that_of_torch_reaches_zero() -> None:
     """torch: below 1 after 17 overflows in a row, 0.0 after 166."""
     ours, theirs = LossScaler(LossScaleConfig(patience=1000)), TorchLoop()
     scales = [(_step(ours, True), theirs.step(True)) for _ in range(166)]
@@ -85,7 +85,7 @@ def test_scale_follows_its_config(config: dict[str, Any], steps: str, scales: li
     assert scaler.skipped_steps == steps.count("x")
 
 
-def test_scale_of_fp16_gradients_searches_fast_until_the_first_overflow() -> None:
+def test_scale_for_fp16_gradients_grows_fast_until_the_first_overflow() -> None:
     scaler = LossScaler(FP16)
     scales = [_step(scaler, False) for _ in range(280)]
     assert scales[18:20] == [2.0**10, 2.0**11]
@@ -97,7 +97,7 @@ def test_scale_of_fp16_gradients_searches_fast_until_the_first_overflow() -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_scale_loss_multiplies_in_fp32_at_least(dtype: torch.dtype) -> None:
+def test_scale_loss_multiplies_in_fp32_or_wider(dtype: torch.dtype) -> None:
     for scale in (2.0**15, 2.0**16):
         loss = torch.tensor(3.1, dtype=dtype, requires_grad=True)
         scaled = LossScaler(LossScaleConfig(init_scale=scale)).scale_loss(loss)
@@ -131,13 +131,15 @@ def test_unscale_divides_every_gradient_in_place(scale: float) -> None:
 @pytest.mark.parametrize("scale", [2.0**16, 0.5])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [0, 1, 4, 5, 6, 7])
-def test_unscale_finds_one_bad_value_anywhere(where: int, bad: float, scale: float) -> None:
+def test_unscale_finds_a_single_non_finite_value_at_any_place(
+    where: int, bad: float, scale: float
+) -> None:
     gradients = _gradients(1)
     gradients[where].view(-1)[-1] = bad
     assert LossScaler(LossScaleConfig.parse(scale)).unscale_(gradients).item() == 1
 
 
-def test_unscale_works_through_sparse_strided_and_no_gradients() -> None:
+def test_unscale_handles_sparse_strided_and_missing_gradients() -> None:
     sparse = torch.sparse_coo_tensor([[1, 1, 3]], [8.0, 16.0, 4.0], (5,), check_invariants=True)
     strided = torch.ones(4, 6)[:, ::2]
     scaler = LossScaler(LossScaleConfig(init_scale=4))
@@ -151,7 +153,7 @@ def test_unscale_works_through_sparse_strided_and_no_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_unscale_takes_complex_gradients(dtype: torch.dtype) -> None:
+def test_unscale_handles_complex_gradients(dtype: torch.dtype) -> None:
     gradients = [torch.randn(5, 3, dtype=dtype), torch.randn(4, dtype=dtype).conj()]
     expected = [gradient.resolve_conj() / 1024 for gradient in gradients]
     scaler = LossScaler(LossScaleConfig(init_scale=1024))
@@ -163,7 +165,7 @@ def test_unscale_takes_complex_gradients(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("scale", "gradient"), [(2.0**-128, 1e-30), (2.0**-20, 1e36)])
-def test_unscale_sees_inf_where_torch_writes_it_unseen(scale: float, gradient: float) -> None:
+def test_unscale_finds_inf_that_torch_misses(scale: float, gradient: float) -> None:
     """torch looks at gradients before it multiplies them; the fp32 inverse of 2^-128 is inf."""
     theirs = TorchLoop(init_scale=scale)
     theirs.weight.grad = torch.full((1,), gradient)
@@ -179,7 +181,7 @@ def test_unscale_sees_inf_where_torch_writes_it_unseen(scale: float, gradient: f
 
 
 @pytest.mark.slow
-def test_unscaling_in_fp16_flushes_what_fp32_keeps() -> None:
+def test_unscaling_in_fp16_underflows_where_fp32_does_not() -> None:
     """The shares of N(0, 1e-7) gradients that are named in the errors and docstrings."""
     gradient = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0)) * 1e-7
 
@@ -199,7 +201,7 @@ def test_unscaling_in_fp16_flushes_what_fp32_keeps() -> None:
     assert torch.tensor([3e-11 * start, 2.9e-11 * start]).half().sign().tolist() == [1, 0]
 
 
-def test_unscale_of_half_gradients_is_refused_before_any_changes() -> None:
+def test_unscale_of_half_gradients_raises_before_any_change() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         gradients = [torch.ones(2), torch.ones(3, dtype=dtype)]
         with pytest.raises(ValueError, match=rf"gradient of {dtype} and shape \[3\].*23\.4%"):
@@ -207,7 +209,7 @@ def test_unscale_of_half_gradients_is_refused_before_any_changes() -> None:
         assert gradients[0].tolist() == [1, 1]
 
 
-def test_optimizers_decide_alone_and_the_scale_moves_once() -> None:
+def test_optimizers_skip_independently_and_the_scale_changes_once() -> None:
     scaler = LossScaler(LossScaleConfig(growth_interval=1))
     assert [scaler.record(found_inf) for found_inf in (GOOD, BAD, GOOD)] == [True, False, True]
     assert scaler.last_step_skipped
@@ -232,7 +234,9 @@ def _train_two(scale: Callable[[Tensor], Tensor], step: Callable[..., Any]) -> l
 
 
 @pytest.mark.parametrize("updates_between", [False, True])
-def test_second_optimizer_at_growth_gets_its_gradients_right(updates_between: bool) -> None:
+def test_second_optimizer_gets_correct_gradients_when_the_scale_grows(
+    updates_between: bool,
+) -> None:
     """torch's `update` after each optimizer halves those of the second, as in accelerate#439."""
     theirs = torch.amp.GradScaler("cpu", growth_interval=1)
     sizes = _train_two(theirs.scale, lambda opt, _: (theirs.step(opt), theirs.update()))
@@ -250,7 +254,7 @@ def test_second_optimizer_at_growth_gets_its_gradients_right(updates_between: bo
     assert scaler.scale == (2.0**18 if updates_between else 2.0**17)
 
 
-def test_patience_at_floor_names_the_first_bad_gradient_and_remedies() -> None:
+def test_error_after_patience_at_the_floor_names_a_gradient_and_remedies() -> None:
     scaler = LossScaler(LossScaleConfig(init_scale=4, patience=3))
     bad = torch.tensor([[math.nan, 1.0], [math.inf, -math.inf]])
     named = {"body.weight": torch.randn(3), "head.weight": bad, "head.bias": bad[1]}
@@ -266,7 +270,7 @@ def test_patience_at_floor_names_the_first_bad_gradient_and_remedies() -> None:
     assert _step(LossScaler(LossScaleConfig(init_scale=2, patience=1)), True) == 1  # not there yet
 
 
-def test_patience_counts_training_steps_and_asks_for_names_once() -> None:
+def test_patience_counts_training_steps_and_requests_names_once() -> None:
     calls = []
 
     def named() -> list[tuple[str, Tensor]]:
@@ -285,7 +289,7 @@ def test_patience_counts_training_steps_and_asks_for_names_once() -> None:
 
 
 @pytest.mark.slow
-def test_resumed_run_goes_on_exactly() -> None:
+def test_resumed_scaler_continues_exactly() -> None:
     limits = {"init_scale": 8, "min_scale": 4, "warmup_interval": 2, "growth_interval": 4}
     config = LossScaleConfig(**limits, hysteresis=2, patience=1000)
     overflows = _overflows(300, 0.3)
@@ -305,7 +309,7 @@ def test_resumed_run_goes_on_exactly() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5, 40])
-def test_state_of_a_torch_scaler_loads_and_goes_on_as_torch(steps: int) -> None:
+def test_state_of_a_torch_scaler_loads_and_continues_like_torch(steps: int) -> None:
     # Its state says nothing of a warm-up, which therefore is over.
     ours = LossScaler(LossScaleConfig(growth_interval=4, warmup_interval=1, **AS_TORCH))
     theirs = TorchLoop(growth_interval=4)
@@ -318,7 +322,7 @@ def test_state_of_a_torch_scaler_loads_and_goes_on_as_torch(steps: int) -> None:
     assert [_step(ours, bad) for bad in later] == [theirs.step(bad) for bad in later]
 
 
-def test_state_of_other_limits_moves_into_those_of_the_configuration() -> None:
+def test_loaded_scale_is_clamped_to_the_configured_limits() -> None:
     zero = {"scale": 0, "_growth_tracker": 0}  # torch's after 166 overflows
     wide = LossScaleConfig(init_scale=2.0**30, max_scale=2.0**30, hysteresis=5)
     for state, scale in ((zero, 2.0), (LossScaler(wide).state_dict(), 2.0**20)):
@@ -331,7 +335,7 @@ def test_state_of_other_limits_moves_into_those_of_the_configuration() -> None:
         assert static.scale == 8
 
 
-def test_state_that_is_wrong_is_refused_and_changes_nothing() -> None:
+def test_invalid_state_raises_and_changes_nothing() -> None:
     scaler = LossScaler(LossScaleConfig())
     _step(scaler, True)
     before = scaler.state_dict()

@@ -12,7 +12,7 @@ from tests.processes import run_ranks
 BAD, GOOD = torch.tensor(1.0), torch.tensor(0.0)
 
 
-def test_steps_without_a_gradient_wait_with_the_growth() -> None:
+def test_steps_without_gradients_do_not_count_toward_growth() -> None:
     scaler = LossScaler(LossScaleConfig(init_scale=4.0, growth_interval=2))
     asked: list[bool] = []
 
@@ -29,14 +29,14 @@ def test_steps_without_a_gradient_wait_with_the_growth() -> None:
     assert asked == [False, False, True]  # only where a growth is due
 
 
-def test_one_optimizer_with_gradients_is_enough_to_grow() -> None:
+def test_one_optimizer_with_gradients_suffices_for_growth() -> None:
     scaler = LossScaler(LossScaleConfig(init_scale=4.0, growth_interval=1))
     for has in (False, True):
         scaler.record(GOOD, has_gradient=lambda has=has: has)
     assert scaler.update() == 2.0
 
 
-def test_gradients_that_are_unscaled_already_are_judged_and_left_as_they_are() -> None:
+def test_unscaled_gradients_are_checked_but_not_changed() -> None:
     scaler = LossScaler(LossScaleConfig(init_scale=1024.0))
     gradients = [torch.tensor([3.0, 5.0]), torch.tensor([7.0], dtype=torch.float64)]
     assert scaler.unscale_(gradients, scale=1.0) == 0
@@ -61,7 +61,7 @@ def _decide_on_rank(rank: int) -> list[tuple[bool, float]]:
 
 
 @pytest.mark.distributed
-def test_ranks_skip_together_where_one_overflows() -> None:
+def test_all_ranks_skip_if_one_overflows() -> None:
     first, second, third = run_ranks(_decide_on_rank, 3)
     together = [(True, 2.0**16), (False, 2.0**15), (False, 2.0**14), (False, 2.0**13)]
     assert first == second == [*together, (False, 2.0**12)]

@@ -70,7 +70,7 @@ class Model(nn.Module):
         self.final = MyNorm(4)
 
 
-def test_norm_finds_the_normalisation_layers_of_torch() -> None:
+def test_norm_selects_the_normalisation_layers_of_torch() -> None:
     norms = [
         nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.BatchNorm3d(4), nn.SyncBatchNorm(4),
         nn.InstanceNorm1d(4), nn.InstanceNorm2d(4), nn.LazyBatchNorm1d(), nn.GroupNorm(2, 4),
@@ -81,7 +81,7 @@ def test_norm_finds_the_normalisation_layers_of_torch() -> None:
     assert list(select_modules(root, ["norm"]).values()) == norms
 
 
-def test_norm_finds_look_alikes_but_not_what_holds_other_weights() -> None:
+def test_norm_selects_similar_classes_but_none_with_other_weights() -> None:
     norms = [T5LayerNorm(), LlamaRMSNorm(), LayerNorm2d(), FrozenBatchNorm2d(), MyNorm(4)]
     others = [AdaLayerNorm(), LayerNormLSTM(), PreNorm(nn.Linear(4, 4))]
     root = nn.Sequential(*norms, *others)
@@ -89,7 +89,7 @@ def test_norm_finds_look_alikes_but_not_what_holds_other_weights() -> None:
     assert list(selected) == ["0", "1", "2", "3", "4", "5.inner", "7.norm"]
 
 
-def test_norm_in_a_model_without_any_is_nothing() -> None:
+def test_norm_selects_nothing_in_a_model_without_norms() -> None:
     assert select_modules(nn.Linear(4, 4), ["norm"]) == {}
     assert select_modules(nn.Linear(4, 4), []) == {}
 
@@ -114,7 +114,7 @@ def test_names_select_whole_subtrees_in_the_order_of_the_model(
     assert all(model.get_submodule(path) is module for path, module in selected.items())
 
 
-def test_class_of_a_container_selects_what_is_inside() -> None:
+def test_class_of_a_container_selects_all_modules_inside() -> None:
     model = Model()
     assert set(select_modules(model, ["Encoder"]).values()) == set(model.encoder.modules())
 
@@ -130,7 +130,7 @@ def test_shared_module_is_listed_once_under_its_first_path() -> None:
 
 
 @pytest.mark.slow
-def test_path_through_a_compiled_module_is_what_the_user_wrote() -> None:
+def test_path_through_a_compiled_module_is_that_of_the_original() -> None:
     model = Model()
     model.encoder = torch.compile(model.encoder)
     selected = select_modules(model, ["encoder.head", "LayerNorm"])
@@ -149,13 +149,13 @@ def test_path_through_a_compiled_module_is_what_the_user_wrote() -> None:
         ("encoder.", "'encoder'"),
     ],
 )
-def test_unknown_name_lists_near_names(name: str, near: str) -> None:
+def test_error_for_unknown_name_lists_similar_names(name: str, near: str) -> None:
     with pytest.raises(ValueError, match=rf"Passed the module '{name}', but Model.*{near}"):
         select_modules(Model(), ["norm", name])
 
 
 @pytest.mark.parametrize("name", ["", "Module", "object", "xyz"])
-def test_name_of_everything_or_nothing_is_refused(name: str) -> None:
+def test_name_that_selects_everything_or_nothing_raises(name: str) -> None:
     with pytest.raises(
         ValueError, match=r"Its submodules: \['encoder', 'encoder2', 'final'\]|Similar"
     ):

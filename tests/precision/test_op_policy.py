@@ -128,7 +128,7 @@ def make_block(attention: str, weights: str, half: torch.dtype) -> tuple[Block, 
 @pytest.mark.parametrize("attention", ["explicit", "sdpa", "weights", "no_weights"])
 @pytest.mark.parametrize("weights", ["full", "half"])
 @HALVES
-def test_transformer_runs_every_op_in_its_class(
+def test_transformer_runs_every_op_in_the_dtype_of_its_class(
     half: torch.dtype, weights: str, attention: str
 ) -> None:
     block, x = make_block(attention, weights, half)
@@ -154,7 +154,7 @@ def test_transformer_runs_every_op_in_its_class(
     ],
 )
 @HALVES
-def test_moved_op_runs_elsewhere_and_no_other(
+def test_only_the_moved_op_changes_its_dtype(
     half: torch.dtype, field: str, op: str, kernel: str
 ) -> None:
     policy = OpPolicy(**{field: (op,)})
@@ -174,7 +174,7 @@ def test_moved_op_runs_elsewhere_and_no_other(
 
 
 @HALVES
-def test_values_and_gradients_equal_those_of_casts_written_out(half: torch.dtype) -> None:
+def test_values_and_gradients_equal_those_of_explicit_casts(half: torch.dtype) -> None:
     block, x = make_block("explicit", "full", half)
     block.mha.requires_grad_(False)
     with OpPolicy().context("cpu", half):
@@ -222,7 +222,7 @@ def test_moved_batch_norm_still_updates_its_statistics(field: str) -> None:
     assert norm.running_mean.mean() > 0.1
 
 
-def test_sum_of_many_ones_is_finite_where_autocast_gives_infinity() -> None:
+def test_sum_that_overflows_under_autocast_is_finite() -> None:
     ones = torch.ones(100_000, dtype=torch.float16)
     with torch.autocast("cpu", dtype=torch.float16):
         assert ones.sum().isinf()
@@ -239,7 +239,7 @@ def test_sum_of_many_ones_is_finite_where_autocast_gives_infinity() -> None:
         (OpPolicy(half_ops=("layer_norm",), norm_output="fp32"), torch.float16),
     ],
 )
-def test_norm_output_decides_the_dtype_of_a_post_norm_residual(
+def test_norm_output_sets_the_dtype_of_a_post_norm_residual_stream(
     policy: OpPolicy, expected: torch.dtype
 ) -> None:
     norm, x = nn.LayerNorm(8), torch.randn(2, 8)
@@ -259,7 +259,7 @@ def cuda_on_paper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ten
         yield lambda *shape, dtype=torch.float16: torch.rand(*shape, device="cuda", dtype=dtype)
 
 
-def test_policy_on_cuda_forces_norms_and_moved_ops_only(
+def test_policy_on_cuda_changes_norms_and_moved_ops_only(
     cuda_on_paper: Callable[..., Tensor],
 ) -> None:
     x = cuda_on_paper(2, 2)
@@ -274,7 +274,7 @@ def test_policy_on_cuda_forces_norms_and_moved_ops_only(
         assert F.binary_cross_entropy(x, x).dtype == FP32
 
 
-def test_policy_like_that_of_cuda_needs_no_function_mode_there(
+def test_policy_equal_to_cuda_autocast_uses_no_function_mode(
     cuda_on_paper: Callable[..., Tensor],
 ) -> None:
     x = cuda_on_paper(2, 2)
@@ -286,7 +286,7 @@ def test_policy_like_that_of_cuda_needs_no_function_mode_there(
         assert F.linear(x, x).dtype == torch.float16
 
 
-def test_calls_that_say_what_they_want_are_left_alone() -> None:
+def test_calls_with_explicit_dtype_out_or_inplace_are_unchanged() -> None:
     policy = OpPolicy(fp32_ops=("relu", "silu", "sin"), half_ops=("cos", "log_softmax"))
     x = torch.rand(4).half()
     with policy.context("cpu", torch.float16):
@@ -306,7 +306,7 @@ def test_calls_that_say_what_they_want_are_left_alone() -> None:
         assert double.exp().dtype == double.cos().dtype == double.softmax(0).dtype == torch.float64
 
 
-def test_weight_that_is_stepped_inside_is_cast_anew() -> None:
+def test_weight_stepped_within_the_context_is_cast_again() -> None:
     """As of a GAN, whose training step steps twice: autocast's cache would hold the old weight."""
     layer, x = nn.Linear(4, 4, bias=False), torch.rand(2, 4)
     with OpPolicy().context("cpu", torch.float16):
@@ -317,7 +317,7 @@ def test_weight_that_is_stepped_inside_is_cast_anew() -> None:
     torch.testing.assert_close(after.float(), x @ layer.weight.T, rtol=2**-9, atol=2**-9)
 
 
-def test_kind_of_tensor_with_its_own_answer_is_asked() -> None:
+def test_torch_function_of_a_tensor_subclass_is_called() -> None:
     class Answering(Tensor):
         @classmethod
         def __torch_function__(

@@ -17,7 +17,7 @@ def dtypes_of_gelu_and_softmax(x: Tensor) -> tuple[torch.dtype, torch.dtype]:
     return F.gelu(x).dtype, x.softmax(-1).dtype
 
 
-def test_policy_is_a_value() -> None:
+def test_policies_compare_by_value() -> None:
     policy = OpPolicy(fp32_ops=["torch.nn.functional.gelu", "aten::gelu"], half_ops=["softmax"])
     assert policy.fp32_ops == ("gelu",)
     for other in (
@@ -35,7 +35,7 @@ def test_policy_is_a_value() -> None:
     assert policy != OpPolicy()
 
 
-def test_class_of_follows_moves() -> None:
+def test_class_of_includes_moved_ops() -> None:
     policy = OpPolicy(fp32_ops=("gelu",), half_ops=("softmax",))
     names = ["gelu", "aten::_softmax", "linear", "rms_norm", "exp", "addcmul", "relu"]
     expected = ["fp32", "half", "half", "norm", "fp32", "promote", "given"]
@@ -73,6 +73,6 @@ def test_describe_lists_every_op_once_with_its_reason() -> None:
         ({"norm_output": "half"}, "norm_output='half'.*must be one of 'input', 'fp32'"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OpPolicy(**arguments)

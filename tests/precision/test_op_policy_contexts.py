@@ -33,7 +33,7 @@ def outcome(x: Tensor) -> tuple[torch.dtype, torch.dtype]:
     return F.gelu(x).dtype, x.softmax(-1).dtype
 
 
-def test_innermost_context_counts_and_each_end_restores() -> None:
+def test_innermost_context_applies_and_its_end_restores_the_outer() -> None:
     x, half = torch.rand(2, 2).bfloat16(), torch.bfloat16
     plain, moved = OpPolicy(), OpPolicy(fp32_ops=("gelu",), half_ops=("softmax",))
     with plain.context("cpu", half):
@@ -47,7 +47,7 @@ def test_innermost_context_counts_and_each_end_restores() -> None:
     assert outcome(x) == (half, half)
 
 
-def test_equal_policy_inside_adds_no_second_mode() -> None:
+def test_nested_equal_policy_adds_no_second_mode() -> None:
     with (
         OpPolicy().context("cpu", torch.float16),
         OpPolicy().context("cpu", torch.bfloat16),
@@ -56,7 +56,7 @@ def test_equal_policy_inside_adds_no_second_mode() -> None:
         assert F.linear(torch.rand(2, 2), torch.rand(2, 2)).dtype == torch.bfloat16
 
 
-def test_region_without_autocast_is_without_policy() -> None:
+def test_policy_does_not_apply_with_autocast_disabled() -> None:
     x = torch.rand(4, 4).half()
     with OpPolicy(fp32_ops=("gelu",)).context("cpu", torch.float16):
         with torch.autocast("cpu", enabled=False):
@@ -64,7 +64,7 @@ def test_region_without_autocast_is_without_policy() -> None:
         assert x.softmax(-1).dtype == F.gelu(x).dtype == FP32
 
 
-def test_exception_restores_everything() -> None:
+def test_exception_restores_the_previous_state() -> None:
     policy = OpPolicy(fp32_ops=("gelu",))
     with OpPolicy().context("cpu", torch.float16):
         with pytest.raises(ValueError, match="batch_size"), policy.context("cpu", torch.bfloat16):
@@ -76,7 +76,9 @@ def test_exception_restores_everything() -> None:
     assert torch._C._len_torch_function_stack() == 0
 
 
-def test_composite_uses_what_others_put_into_functional(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composite_calls_functions_that_others_have_patched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     attend, seen = nn.MultiheadAttention(8, 2, batch_first=True), []
     with OpPolicy().context("cpu", torch.float16):
         attend(*[torch.randn(2, 3, 8)] * 3, need_weights=False)
@@ -90,7 +92,7 @@ def test_composite_uses_what_others_put_into_functional(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("call", ["tensor", "autograd", "grad"])
-def test_checkpointed_forward_is_repeated_in_the_same_dtypes(call: str) -> None:
+def test_checkpointed_forward_is_recomputed_in_the_same_dtypes(call: str) -> None:
     torch.manual_seed(0)
     block, x = Block(), torch.randn(2, 3, 8)
     weight = block.up.weight
@@ -184,7 +186,7 @@ def test_compiled_moved_ops_get_the_dtypes_of_eager() -> None:
     assert [each.dtype for each in outputs] == [FP32] * 3 + [torch.float16]
 
 
-def test_half_dtype_that_is_none_is_refused() -> None:
+def test_half_dtype_fp32_raises() -> None:
     with (
         pytest.raises(ValueError, match="half_dtype=torch.float32.*Use no context for fp32"),
         OpPolicy().context("cpu", torch.float32),

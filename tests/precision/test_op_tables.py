@@ -226,7 +226,7 @@ def on_cpu(sample: Callable[[SimpleNamespace], Any], half: torch.dtype) -> list[
 
 @pytest.mark.parametrize("name", [*SAMPLES, *CPU_ONLY])
 @HALVES
-def test_op_on_the_cpu_runs_in_its_class(half: torch.dtype, name: str) -> None:
+def test_op_on_the_cpu_runs_in_the_dtype_of_its_class(half: torch.dtype, name: str) -> None:
     expected = half if CLASS_OF[name] == "half" else torch.float32
     outputs = on_cpu({**SAMPLES, **CPU_ONLY}[name], half)
     assert outputs
@@ -234,7 +234,7 @@ def test_op_on_the_cpu_runs_in_its_class(half: torch.dtype, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SAMPLES, *GIVEN])
-def test_op_on_the_cpu_returns_what_it_does_under_autocast_of_cuda(name: str) -> None:
+def test_op_on_the_cpu_returns_the_dtype_of_cuda_autocast(name: str) -> None:
     if not autocast_agrees("cuda", name):
         pytest.skip("torch 2.10's autocast does not know rms_norm")
     sample, half = {**SAMPLES, **GIVEN}[name], torch.float16
@@ -249,7 +249,7 @@ def test_every_op_of_the_tables_has_a_sample() -> None:
     assert len(listed) == sum(len(group.ops) for group in GROUPS)
 
 
-def test_every_op_that_autocast_of_cuda_knows_is_in_the_tables() -> None:
+def test_tables_contain_every_op_of_cuda_autocast() -> None:
     names = {
         name.removeprefix("aten::").split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
@@ -263,7 +263,7 @@ def test_every_op_that_autocast_of_cuda_knows_is_in_the_tables() -> None:
     assert not unknown
 
 
-def test_dtypes_differ_from_those_of_plain_autocast_on_the_cpu() -> None:
+def test_dtypes_differ_from_those_of_cpu_autocast() -> None:
     """What the function mode is for; an empty list would make it superfluous."""
     half = torch.float16
     different = []
@@ -298,17 +298,17 @@ def test_dtypes_differ_from_those_of_plain_autocast_on_the_cpu() -> None:
         ("torch.nn.functional.grid_sample", "grid_sampler"),
     ],
 )
-def test_name_stands_for_all_spellings(name: str, expected: str) -> None:
+def test_all_spellings_of_an_op_are_equivalent(name: str, expected: str) -> None:
     assert canonical_name(name) == expected
 
 
 @pytest.mark.parametrize("name", ["sofmax", "torch.softmx", "softmax_", "aten::_softmx"])
-def test_name_of_no_op_lists_near_names(name: str) -> None:
+def test_error_for_unknown_op_lists_similar_names(name: str) -> None:
     with pytest.raises(ValueError, match=r"Similar names: .*'softmax'.* Pass the name of a func"):
         canonical_name(name)
 
 
 @pytest.mark.parametrize("name", ["", "relu_", "torch.save", "shape", "torch.nn.functional"])
-def test_name_of_no_function_is_refused(name: str) -> None:
+def test_name_that_is_not_a_function_raises(name: str) -> None:
     with pytest.raises(ValueError, match="does not exist in torch or works in place"):
         canonical_name(name)

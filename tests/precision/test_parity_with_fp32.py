@@ -232,7 +232,7 @@ def case(name: str, setting: str) -> Any:
 
 
 @pytest.mark.parametrize(("name", "setting"), [case(*each) for each in CASES])
-def test_training_ends_at_the_loss_of_fp32(name: str, setting: str) -> None:
+def test_training_reaches_the_loss_of_fp32(name: str, setting: str) -> None:
     parity, half = PARITY[SAME_STEPS.get(name, name)], setting.replace("pure ", "")[:4]
     verdict = parity.judge(PLUGINS[setting], half, train=TRAIN[name])
     print(f"{name}, {setting}: {verdict}")

@@ -48,9 +48,7 @@ class Tables(nn.Module):
 
 @halves
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
-def test_tables_stay_fp32_and_train_beside_half_as_in_fp32(
-    half: Any, is_checkpointed: bool
-) -> None:
+def test_fp32_buffers_stay_fp32_and_training_equals_fp32(half: Any, is_checkpointed: bool) -> None:
     class Checkpointed(Tables):
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)
@@ -74,7 +72,7 @@ def test_tables_stay_fp32_and_train_beside_half_as_in_fp32(
         assert torch.equal(getattr(model.network, name), getattr(reference.network, name))
 
 
-def test_a_counter_in_a_buffer_passes_2048_and_a_slow_average_moves() -> None:
+def test_buffers_count_beyond_2048_and_follow_slow_averages() -> None:
     model = Regression(Tables)
     model.network.forwards.fill_(2048.0)
     model.network.average.fill_(0.999)
@@ -83,7 +81,7 @@ def test_a_counter_in_a_buffer_passes_2048_and_a_slow_average_moves() -> None:
     assert model.network.average > 0.999  # by 1e-6 a step
 
 
-def test_checkpoints_hold_buffers_as_they_are(tmp_path: Path) -> None:
+def test_checkpoints_contain_unchanged_buffers(tmp_path: Path) -> None:
     model = Regression(Tables)
     fit(model, PureFP16(), loader(2)).save_checkpoint(tmp_path / "run.ckpt")
     saved = torch.load(tmp_path / "run.ckpt")["state_dict"]
@@ -96,7 +94,7 @@ def test_checkpoints_hold_buffers_as_they_are(tmp_path: Path) -> None:
 
 
 @halves
-def test_dtype_of_the_module_says_half_while_it_is(half: Any) -> None:
+def test_dtype_of_the_module_is_half_in_training(half: Any) -> None:
     seen: list[Any] = []
 
     class Inner(pl.LightningModule):
@@ -151,7 +149,7 @@ class Parts(nn.Module):
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_functions_take_half_beside_what_a_table_has_widened(name: str) -> None:
+def test_functions_accept_half_weights_with_fp32_inputs(name: str) -> None:
     class Watched(Regression):
         def loss(self, batch: list[Tensor]) -> Tensor:
             return self.network(batch[0])
@@ -228,7 +226,7 @@ class Foreign(pl.LightningModule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5", "BERT", "ViT"])
-def test_models_of_transformers_train_as_in_fp32(name: str) -> None:
+def test_transformers_models_train_as_in_fp32(name: str) -> None:
     if name == "ViT":
         pixels = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
         batch = {"pixel_values": pixels, "labels": torch.arange(4) % 3}
@@ -248,7 +246,7 @@ def test_models_of_transformers_train_as_in_fp32(name: str) -> None:
         assert torch.equal(model.network.get_buffer(buffer), value)
 
 
-def test_the_angles_of_a_llama_are_right_at_every_position() -> None:
+def test_rotary_embeddings_of_llama_are_correct_at_every_position() -> None:
     network = make_network("Llama")
     positions = torch.arange(8192)[None]
     expected = network.model.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)

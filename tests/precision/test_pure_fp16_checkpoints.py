@@ -40,7 +40,7 @@ def make_model(kind: Any = AdamW, **options: Any) -> Regression:
 @pytest.mark.parametrize("kind", [AdamW, SafeAdamW])
 @ways
 @halves
-def test_six_steps_equal_three_and_three_resumed_bit_for_bit(
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
     half: str, way: str, kind: Any, tmp_path: Path
 ) -> None:
     bad = [1] if half == "fp16" else []  # in every epoch one step is skipped
@@ -85,7 +85,7 @@ class _Saves(Regression):
 @pytest.mark.slow
 @ways
 @halves
-def test_a_checkpoint_holds_fp32_weights_for_a_plain_model(
+def test_checkpoint_contains_fp32_weights_for_a_plain_model(
     half: str, way: str, tmp_path: Path
 ) -> None:
     model, again = _Saves(wide), _Saves(wide, seed=1)
@@ -112,7 +112,7 @@ def other_plugin(source: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["fp32", "16-mixed", "BalancedAMP"])
 @halves
-def test_runs_in_other_precisions_go_on_in_pure_half_and_back(
+def test_checkpoints_are_exchangeable_with_other_precisions(
     source: str, half: str, tmp_path: Path
 ) -> None:
     path, reference, first, third = tmp_path / "run.ckpt", *(make_model() for _ in range(3))

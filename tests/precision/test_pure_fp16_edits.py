@@ -64,7 +64,7 @@ class Freezes(Regression):
 @halves
 @optimizers
 @pytest.mark.parametrize("kind", [ClipsItself, ClipsBefore, Freezes])
-def test_edits_of_gradients_count_as_in_fp32(kind: Any, make: Any, half: Any) -> None:
+def test_edits_of_gradients_take_effect_as_in_fp32(kind: Any, make: Any, half: Any) -> None:
     distance, model = ends_apart(kind, make, half)
     assert distance < TOLERANCE[half]
     if kind is Freezes:
@@ -75,7 +75,7 @@ def test_edits_of_gradients_count_as_in_fp32(kind: Any, make: Any, half: Any) ->
 
 @halves
 @pytest.mark.parametrize("is_safe", [False, True], ids=["sgd", "SafeAdamW"])
-def test_gradients_below_what_half_holds_are_stepped_as_they_were_set(
+def test_gradients_below_the_range_of_half_precision_are_stepped_as_set(
     is_safe: bool, half: Any
 ) -> None:
     size = 2.0**-30  # nothing in fp16, nor when it is scaled by 2^2
@@ -101,7 +101,7 @@ def test_gradients_below_what_half_holds_are_stepped_as_they_were_set(
 
 
 @halves
-def test_the_norm_that_lightning_documents_is_that_of_fp32(half: Any) -> None:
+def test_grad_norm_of_lightning_equals_fp32(half: Any) -> None:
     class Norms(Regression):
         def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
             self.gradient_norms.append(grad_norm(self, 2)["grad_2.0_norm_total"].item())
@@ -131,7 +131,7 @@ class Waits(Regression):
 @pytest.mark.slow
 @halves
 @optimizers
-def test_clipped_gradients_wait_for_a_further_backward(make: Any, half: Any) -> None:
+def test_clipped_gradients_accumulate_over_later_backwards(make: Any, half: Any) -> None:
     distance, _ = ends_apart(Waits, make, half)
     assert distance < TOLERANCE[half]
 
@@ -139,7 +139,7 @@ def test_clipped_gradients_wait_for_a_further_backward(make: Any, half: Any) -> 
 @pytest.mark.slow
 @halves
 @pytest.mark.parametrize("kind", [SGD, AdamW, SafeAdamW])
-def test_gradients_that_are_never_zeroed_add_up(kind: Any, half: Any) -> None:
+def test_gradients_that_are_never_zeroed_accumulate(kind: Any, half: Any) -> None:
     class Keeps(Regression):
         def optimizer_zero_grad(self, *_: Any) -> None:
             pass
@@ -151,7 +151,7 @@ def test_gradients_that_are_never_zeroed_add_up(kind: Any, half: Any) -> None:
 
 @pytest.mark.slow
 @halves
-def test_gradients_of_64_micro_batches_add_up_as_in_fp32(half: Any) -> None:
+def test_gradients_of_64_batches_accumulate_as_in_fp32(half: Any) -> None:
     class Looking(Regression):
         def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
             self.met = torch.cat([p.grad.double().flatten() for p in self.parameters()])

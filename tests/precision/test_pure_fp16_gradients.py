@@ -42,7 +42,7 @@ class Given(Regression):
         self.met.append(parameter.grad.clone())
 
 
-def test_gradients_of_a_ten_millionth_survive_their_way_into_the_step() -> None:
+def test_gradients_of_1e_7_reach_the_step() -> None:
     torch.seed()
     model = Given([torch.randn(50_000) * 1e-7])
     fit(model, PureFP16(), loader(1))
@@ -56,7 +56,7 @@ def test_gradients_of_a_ten_millionth_survive_their_way_into_the_step() -> None:
 
 
 @pytest.mark.parametrize(("largest", "is_skipped"), [(60.0, False), (70.0, True)])
-def test_the_first_scale_holds_gradients_below_64_and_shrinks_above(
+def test_initial_loss_scale_fits_gradients_below_64_and_backs_off_above(
     largest: float, is_skipped: bool
 ) -> None:
     model = Given([torch.full((8,), largest)] * 2)
@@ -69,7 +69,7 @@ def test_the_first_scale_holds_gradients_below_64_and_shrinks_above(
 
 
 @pytest.mark.slow
-def test_the_scale_grows_until_gradients_overflow_and_then_stays() -> None:
+def test_loss_scale_grows_until_gradients_overflow_and_then_stays() -> None:
     model, plugin = Given([torch.full((8,), 3.0)] * 150), PureFP16()
     trainer = fit(model, plugin, loader(150, batch_size=1))
     # 3 * 2^14 fits into fp16, 3 * 2^15 does not; it doubles every 20 steps.
@@ -149,7 +149,7 @@ def _only_new_objects() -> None:
     ("way", "optimizer"),
     [*((way, "adam") for way in WEIGHTS), *(("kahan", each) for each in ("sgd", "SafeAdamW"))],
 )
-def test_bytes_per_parameter_are_those_of_the_docstring(way: str, optimizer: str) -> None:
+def test_bytes_per_parameter_equal_the_docstring(way: str, optimizer: str) -> None:
     (make_plugin, kept), (make_optimizer, states, stand_in) = WEIGHTS[way], STATES[optimizer]
     model = Weighed(make_optimizer)
     fit(model, make_plugin(), loader(2))
@@ -166,7 +166,7 @@ def test_bytes_per_parameter_are_those_of_the_docstring(way: str, optimizer: str
 # --- reuse ---------------------------------------------------------------------------------------
 
 
-def test_two_runs_with_one_seed_are_the_same_and_stochastic_rounding_is_not_torchs() -> None:
+def test_stochastic_rounding_is_reproducible_and_leaves_the_random_state_of_torch() -> None:
     ends = []
     for _ in range(2):
         model = Regression()
@@ -180,7 +180,7 @@ def test_two_runs_with_one_seed_are_the_same_and_stochastic_rounding_is_not_torc
 
 
 @pytest.mark.slow
-def test_an_update_below_half_a_step_is_kept_or_lost_as_write_back_says() -> None:
+def test_write_back_decides_whether_updates_below_half_a_ulp_are_kept() -> None:
     class Steady(Given):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return (self.network.weight.float() * -1.0).sum()

@@ -51,7 +51,7 @@ class Several(Optimizer):
     [(lambda p: Lookahead(Adam(p)), "inner"), (Several, "parts")],
     ids=["one", "a list"],
 )
-def test_optimizers_with_an_inner_one_are_refused_by_name(make: Any, inner: str) -> None:
+def test_optimizers_with_an_inner_optimizer_raise_with_its_name(make: Any, inner: str) -> None:
     model = Regression(make_optimizer=make)
     with pytest.raises(MisconfigurationException, match=rf"\.{inner}.*`BalancedAMP`"):
         fit(model, PureFP16(), loader(1))
@@ -60,7 +60,7 @@ def test_optimizers_with_an_inner_one_are_refused_by_name(make: Any, inner: str)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.interface.*:DeprecationWarning")
-def test_zero_redundancy_optimizer_is_refused(tmp_path: Path) -> None:
+def test_zero_redundancy_optimizer_raises(tmp_path: Path) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     torch.distributed.init_process_group(
@@ -94,7 +94,7 @@ class _WithAverage(nn.Module):
     ("make", "name"),
     [(pruned, "network.0"), (_WithAverage, "network.average")],
 )
-def test_pruned_modules_and_averages_in_half_are_refused_by_name(make: Any, name: str) -> None:
+def test_pruned_modules_and_half_averages_raise_with_their_name(make: Any, name: str) -> None:
     model = Regression(make)
     with pytest.raises(MisconfigurationException, match=rf"`{name}` .*`BalancedAMP`"):
         fit(model, PureFP16(), loader(1))
@@ -103,20 +103,20 @@ def test_pruned_modules_and_averages_in_half_are_refused_by_name(make: Any, name
 
 
 @pytest.mark.parametrize("run", ["fit", "validate"])
-def test_lazy_modules_are_refused_by_name(run: str) -> None:
+def test_lazy_modules_raise_with_their_name(run: str) -> None:
     model = Regression(lambda: nn.Sequential(nn.Linear(8, 4), nn.LazyLinear(1)))
     model.configure_optimizers = lambda: None
     with pytest.raises(MisconfigurationException, match=r"`network\.1` is lazy.*`BalancedAMP`"):
         getattr(make_trainer(PureFP16()), run)(model, loader(1))
 
 
-def test_an_average_in_an_island_of_fp32_is_taken() -> None:
+def test_average_in_fp32_modules_is_accepted() -> None:
     model = Regression(_WithAverage)
     fit(model, PureFP16(fp32_modules=["AveragedModel"]), loader(2))
     assert len(model.losses) == 2
 
 
-def test_pruning_while_training_is_refused() -> None:
+def test_pruning_in_training_raises() -> None:
     callback = ModelPruning("l1_unstructured", parameters_to_prune=None, amount=0.5)
     with pytest.raises(MisconfigurationException, match="ModelPruning.*`BalancedAMP`"):
         fit(Regression(), PureFP16(), loader(1), callbacks=[callback])
@@ -134,7 +134,7 @@ AVERAGES: dict[str, Callable[[], Callback]] = {
 
 
 @pytest.mark.parametrize("name", AVERAGES)
-def test_callbacks_that_average_half_weights_are_warned_of(name: str) -> None:
+def test_callbacks_that_average_half_weights_warn(name: str) -> None:
     model = Regression(interval="epoch")
     with pytest.warns(UserWarning, match="averages half weights.*`BalancedAMP`"):
         fit(model, PureFP16(), loader(2), callbacks=[AVERAGES[name]()], max_epochs=2)
@@ -171,7 +171,7 @@ class _Taught(Regression):
 
 
 @pytest.mark.slow
-def test_a_slow_teacher_follows_in_exposed_weights_and_stands_still_in_half() -> None:
+def test_slow_teacher_follows_exposed_weights_but_not_half_weights() -> None:
     ends = {}
     start = _Taught().way()
     for name, plugin in (("fp32", None), ("exposed", PureFP16()), ("half", PureFP16())):
@@ -185,7 +185,7 @@ def test_a_slow_teacher_follows_in_exposed_weights_and_stands_still_in_half() ->
     assert (ends["half"] - ends["fp32"]).norm() > 0.5 * way
 
 
-def test_weights_that_are_read_while_exposed_have_22_bits() -> None:
+def test_exposed_weights_have_22_bits() -> None:
     seen: dict[str, Tensor] = {}
 
     class Reading(Regression):
@@ -225,7 +225,7 @@ class _Custom(nn.Module):
 
 
 @pytest.mark.parametrize(("islands", "dtype"), [([], torch.float16), (["_Custom"], torch.float32)])
-def test_custom_functions_get_fp32_in_islands_as_there_is_no_autocast(
+def test_custom_functions_receive_fp32_only_in_fp32_modules(
     islands: list[str], dtype: torch.dtype
 ) -> None:
     _Wide.seen.clear()
@@ -235,7 +235,7 @@ def test_custom_functions_get_fp32_in_islands_as_there_is_no_autocast(
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_a_frozen_layer_in_the_other_half_computes_as_one_in_fp32(half: Any) -> None:
+def test_frozen_layer_in_the_other_half_dtype_equals_one_in_fp32(half: Any) -> None:
     other = torch.float16 if half == "bf16" else torch.bfloat16
 
     class Based(Regression):

@@ -63,7 +63,7 @@ def test_weights_activations_and_gradients_are_half_and_the_step_is_fp32(half: A
 
 
 @pytest.mark.parametrize("way", ["kahan", "stochastic", "nearest"])
-def test_teardown_hands_back_22_bits_or_those_of_half(way: Any) -> None:
+def test_teardown_restores_22_bits_or_the_bits_of_half(way: Any) -> None:
     model = Regression()
     start = parameters_of(model)
     trainer = make_trainer(PureFP16(write_back=way))
@@ -76,7 +76,7 @@ def test_teardown_hands_back_22_bits_or_those_of_half(way: Any) -> None:
         assert torch.equal(parameters_of(model), start.half().double())
 
 
-def test_an_exception_resets_the_default_dtype() -> None:
+def test_exception_resets_the_default_dtype() -> None:
     class Fails(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             assert torch.get_default_dtype() == torch.float16
@@ -88,7 +88,7 @@ def test_an_exception_resets_the_default_dtype() -> None:
 
 
 @halves
-def test_validation_test_and_prediction_run_in_half(half: Any) -> None:
+def test_validation_test_and_prediction_run_in_half_precision(half: Any) -> None:
     seen: list[torch.dtype] = []
 
     class Looking(Regression):
@@ -122,7 +122,7 @@ class _Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["kahan", "stochastic", "nearest"])
-def test_parameters_of_no_dimension_train(way: Any) -> None:
+def test_zero_dimensional_parameters_train(way: Any) -> None:
     reference, model = Regression(_Scaled), Regression(_Scaled)
     start = parameters_of(model)
     fit(reference, None, loader(8))
@@ -132,7 +132,7 @@ def test_parameters_of_no_dimension_train(way: Any) -> None:
 
 
 @halves
-def test_a_model_that_is_half_already_trains_as_one_that_is_not(half: Any) -> None:
+def test_half_model_trains_like_a_rounded_fp32_model(half: Any) -> None:
     model, other = Regression(), Regression(lambda: perceptron().to(HALVES[half]))
     for p in model.parameters():
         p.data = p.data.to(HALVES[half]).float()
@@ -145,7 +145,7 @@ def test_a_model_that_is_half_already_trains_as_one_that_is_not(half: Any) -> No
 # --- batches -------------------------------------------------------------------------------------
 
 
-def test_batches_are_half_where_they_float_and_else_as_they_were() -> None:
+def test_only_floating_point_tensors_of_batches_become_half() -> None:
     batch = {
         "float": torch.randn(4, 8),
         "double": [torch.randn(4, dtype=torch.float64)],
@@ -179,7 +179,7 @@ def with_batch_norm() -> nn.Module:
 
 
 @halves
-def test_batch_norm_keeps_fp32_statistics_and_weights_amid_half(half: Any) -> None:
+def test_batch_norm_keeps_fp32_statistics_and_weights(half: Any) -> None:
     reference, model = (Watched(with_batch_norm) for _ in range(2))
     start = parameters_of(model)
     buffers: set[torch.dtype] = set()
@@ -212,7 +212,7 @@ ISLANDS: dict[str, tuple[list[str], Callable[[str], bool]]] = {
 @pytest.mark.slow
 @halves
 @pytest.mark.parametrize(("names", "is_kept"), ISLANDS.values(), ids=ISLANDS)
-def test_islands_compute_in_fp32_and_hand_on_half(half: Any, names: Any, is_kept: Any) -> None:
+def test_fp32_modules_compute_in_fp32_and_return_half(half: Any, names: Any, is_kept: Any) -> None:
     inside: dict[str, set[torch.dtype]] = {}
 
     class Looking(Regression):
@@ -237,7 +237,7 @@ def test_islands_compute_in_fp32_and_hand_on_half(half: Any, names: Any, is_kept
     assert relative(model, reference, start) < {"fp16": 2**-7, "bf16": 2**-4}[half]
 
 
-def test_islands_are_plain_modules_again_after_training() -> None:
+def test_fp32_modules_are_plain_modules_after_training() -> None:
     model = Regression()
     fit(model, PureFP16(fp32_modules=["norm"]), loader(1))
     x = torch.randn(3, 8)
@@ -275,7 +275,7 @@ class _Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
 @pytest.mark.parametrize("is_reentrant", [False, True])
-def test_a_forward_that_checkpointing_repeats_computes_in_half_too(
+def test_forward_that_checkpointing_recomputes_runs_in_half_precision(
     is_reentrant: bool, is_manual: bool
 ) -> None:
     class Manual(Regression):
@@ -318,7 +318,7 @@ class _MadeLate(Regression):
 
 
 @pytest.mark.parametrize("is_meta", [False, True])
-def test_a_network_made_in_configure_model_trains_as_one_made_before(is_meta: bool) -> None:
+def test_network_created_in_configure_model_trains_like_one_created_before(is_meta: bool) -> None:
     reference, model = Regression(), _MadeLate(is_meta)
     fit(reference, PureFP16(), loader(4))
     fit(model, PureFP16(), loader(4))

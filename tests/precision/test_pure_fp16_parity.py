@@ -63,7 +63,7 @@ SLOW = Parity(train_slowly, references=5)
 @pytest.mark.parametrize(
     "way", ["kahan", pytest.param("stochastic", marks=pytest.mark.sweep), "nearest"]
 )
-def test_small_steps_end_at_the_loss_of_fp32_unless_rounded_to_nearest(way: Any) -> None:
+def test_small_steps_reach_the_loss_of_fp32_unless_rounded_to_nearest(way: Any) -> None:
     write = "stochastic" if way == "stochastic" else "fp32"
     verdict = SLOW.judge(lambda: PureFP16(write_back=way), "fp16", write=write)
     assert verdict.holds == (way != "nearest"), verdict
@@ -73,7 +73,7 @@ def test_small_steps_end_at_the_loss_of_fp32_unless_rounded_to_nearest(way: Any)
 
 
 @pytest.mark.slow
-def test_16_true_makes_every_weight_non_finite_where_the_plugin_learns() -> None:
+def test_plugin_learns_where_16_true_makes_every_weight_non_finite() -> None:
     """Lightning#20619."""
 
     def make() -> Regression:

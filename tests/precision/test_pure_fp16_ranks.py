@@ -46,7 +46,7 @@ def _train_with_ddp(rank: int) -> dict[str, Tensor]:
     return {**ends, "skipped": parameters_of(model)}
 
 
-def test_ddp_ranks_agree_bit_for_bit_and_train_as_one_process_with_the_whole_batch() -> None:
+def test_ddp_ranks_are_bitwise_equal_and_train_as_one_process_with_the_global_batch() -> None:
     reference, start = Regression(make_optimizer=momentum), parameters_of(Regression())
     assert (parameters_of(Regression(seed=1)) - start).norm() > 1  # ranks start apart
     fit(reference, None, batches())
@@ -90,7 +90,7 @@ def _train_with_inf_cl(rank: int) -> dict[str, tuple[Tensor, set[torch.dtype]]]:
     return ends
 
 
-def test_inf_cl_trains_half_towers_on_micro_batches_and_host_batches_as_in_fp32() -> None:
+def test_inf_cl_trains_half_towers_with_micro_batches_and_offload_as_in_fp32() -> None:
     start = parameters_of(TinyCLIP(dropout=0.0))
     first, second = run_ranks(_train_with_inf_cl, RANKS)
     expected, _ = first["fp32"]
@@ -151,7 +151,7 @@ def _accumulate(rank: int | None = None) -> dict[str, Tensor]:
     return ends
 
 
-def test_gradients_that_wait_for_a_further_backward_are_reduced_with_it() -> None:
+def test_accumulated_gradients_are_averaged_over_ranks() -> None:
     expected, start = _accumulate(), parameters_of(Regression())
     first, second = run_ranks(_accumulate, RANKS)
     for name, value in first.items():

@@ -42,7 +42,7 @@ class Looking(Regression):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_it_steps_half_weights_and_the_residuals_that_checkpoints_are_made_of(half: Any) -> None:
+def test_safe_adamw_steps_half_weights_and_the_residuals_of_checkpoints(half: Any) -> None:
     model = Looking()
     fit(model, PureFP16(half=half), loader(8))
     assert model.stepped == {HALVES[half]}
@@ -59,7 +59,7 @@ def test_it_steps_half_weights_and_the_residuals_that_checkpoints_are_made_of(ha
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["kahan", "stochastic", "nearest"])
 @pytest.mark.parametrize("half", HALVES)
-def test_it_ends_where_torchs_adamw_does(half: Any, way: Any) -> None:
+def test_safe_adamw_ends_near_torch_adamw(half: Any, way: Any) -> None:
     ends = []
     for kind in (AdamW, SafeAdamW):
         model = Looking(make=lambda p, kind=kind: kind(p, lr=0.01))
@@ -74,7 +74,7 @@ def test_it_ends_where_torchs_adamw_does(half: Any, way: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["kahan", "stochastic", "nearest"])
-def test_the_write_back_of_the_plugin_wins(way: Any) -> None:
+def test_write_back_of_the_plugin_overrides_that_of_the_optimizer(way: Any) -> None:
     other = "nearest" if way == "kahan" else "kahan"
     model = Looking(make=lambda p: SafeAdamW(p, lr=0.01, write_back=other))
     trainer = fit(model, PureFP16(write_back=way), loader(3))
@@ -82,7 +82,7 @@ def test_the_write_back_of_the_plugin_wins(way: Any) -> None:
     assert bool(model.residuals) == (way == "kahan")
 
 
-def test_a_loaded_state_shares_the_residuals_of_the_model() -> None:
+def test_loaded_state_shares_the_residuals_of_the_model() -> None:
     torch.seed()
     holder, weights = nn.Linear(64, 64), HalfWeights(torch.float16)
     weights.convert(holder)
@@ -112,7 +112,7 @@ def test_a_loaded_state_shares_the_residuals_of_the_model() -> None:
         assert torch.equal(holder.state_dict()[name], p.detach().float() + residual)
 
 
-def test_a_frozen_weight_has_no_state() -> None:
+def test_frozen_weight_has_no_state() -> None:
     model = Looking()
     model.network[0].weight.requires_grad_(False)
     trainer = fit(model, PureFP16(), loader(2))
@@ -123,7 +123,7 @@ def test_a_frozen_weight_has_no_state() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["fp32", "PureFP16"])
 @pytest.mark.parametrize("target", ["fp32", "PureFP16"])
-def test_runs_go_on_in_the_other_precision(source: str, target: str, tmp_path: Path) -> None:
+def test_run_resumes_in_the_other_precision(source: str, target: str, tmp_path: Path) -> None:
     plugins = {"fp32": lambda: None, "PureFP16": PureFP16}
     path, reference = tmp_path / "run.ckpt", Looking()
     start = parameters_of(reference)

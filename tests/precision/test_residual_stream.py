@@ -49,7 +49,7 @@ def paths(root: nn.Module, found: object) -> set[str]:
     return {path for path, module in root.named_modules() if module in found}
 
 
-def test_find_residual_stream_of_a_pre_norm_model_finds_its_parts() -> None:
+def test_find_residual_stream_of_a_pre_norm_model_returns_its_writers_and_norms() -> None:
     model = Model()
     stream = find_residual_stream(model)
     assert paths(model, stream.writers) == {"blocks.0.attn.proj", "blocks.0.mlp.c_proj"}
@@ -59,7 +59,7 @@ def test_find_residual_stream_of_a_pre_norm_model_finds_its_parts() -> None:
     assert set(stream.writers.values()) == {0.1}
 
 
-def test_find_residual_stream_of_torchs_transformer_takes_attention_itself() -> None:
+def test_find_residual_stream_of_a_torch_transformer_returns_the_attention_module() -> None:
     """`nn.MultiheadAttention` never calls its `out_proj`."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -84,12 +84,12 @@ def test_find_residual_stream_of_torchs_transformer_takes_attention_itself() -> 
     ],
     ids=["mlp", "convolutions", "other-name", "identity"],
 )
-def test_find_residual_stream_without_writers_finds_nothing(model: nn.Module) -> None:
+def test_find_residual_stream_without_writers_returns_nothing(model: nn.Module) -> None:
     stream = find_residual_stream(model)
     assert not any(stream)
 
 
-def test_find_residual_stream_of_nested_lists_takes_the_innermost_members() -> None:
+def test_find_residual_stream_of_nested_lists_returns_the_innermost_members() -> None:
     inner = nn.Module()
     inner.layer_norm, inner.fc2 = nn.LayerNorm(4), nn.Linear(4, 4)
     outer = nn.Module()
@@ -98,7 +98,7 @@ def test_find_residual_stream_of_nested_lists_takes_the_innermost_members() -> N
     assert find_residual_stream(model).blocks == {inner}
 
 
-def test_find_residual_stream_never_takes_a_list_that_is_not_called() -> None:
+def test_find_residual_stream_ignores_lists_that_are_not_called() -> None:
     block = nn.ModuleList([nn.LayerNorm(4), Attention("o"), nn.ModuleList([nn.Linear(4, 4)])])
     to_out = nn.Module()
     to_out.to_out = nn.ModuleList([nn.Linear(4, 4), nn.Dropout(0.1)])
@@ -108,7 +108,7 @@ def test_find_residual_stream_never_takes_a_list_that_is_not_called() -> None:
     assert stream.droppers == {to_out.to_out[1]}
 
 
-def test_find_residual_stream_in_a_compiled_model_sees_through_the_wrapper() -> None:
+def test_find_residual_stream_of_a_compiled_model_equals_the_original() -> None:
     model = Model()
     model.blocks[0].mlp.c_proj = torch.compile(model.blocks[0].mlp.c_proj, backend="eager")
     stream = find_residual_stream(torch.compile(model, backend="eager"))

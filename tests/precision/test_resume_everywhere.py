@@ -136,14 +136,14 @@ def reference(epochs: int) -> list[Tensor]:
     return ends
 
 
-def test_one_run_goes_through_all_settings() -> None:
+def test_run_resumes_under_each_setting_in_turn() -> None:
     in_fp32 = reference(len(CHAIN))
     for (noted,) in run_ranks(_go_through_all, RANKS, [CHAIN]):
         check(CHAIN, noted, in_fp32)
 
 
 @pytest.mark.sweep
-def test_every_setting_takes_over_a_run_of_every_other() -> None:
+def test_every_setting_resumes_a_run_of_every_other() -> None:
     in_fp32 = reference(2)
     for results in run_ranks(_go_through_all, RANKS, PAIRS):
         for pair, noted in zip(PAIRS, results, strict=True):

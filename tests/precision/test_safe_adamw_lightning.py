@@ -23,7 +23,7 @@ PLUGINS = {
 
 @pytest.mark.parametrize("make_plugin", PLUGINS.values(), ids=PLUGINS)
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before.*optimizer.step")
-def test_it_trains_and_clips_as_torchs_adamw_does(make_plugin: Any) -> None:
+def test_safe_adamw_trains_and_clips_like_torch_adamw(make_plugin: Any) -> None:
     ends = []
     for kind in (AdamW, SafeAdamW):
         model = Regression(make_optimizer=lambda p, kind=kind: kind(p, lr=0.01), interval="step")
@@ -33,7 +33,7 @@ def test_it_trains_and_clips_as_torchs_adamw_does(make_plugin: Any) -> None:
 
 
 @pytest.mark.slow
-def test_over_the_halves_of_a_model_it_needs_no_plugin() -> None:
+def test_safe_adamw_trains_half_weights_without_a_plugin() -> None:
     model = Regression(make_optimizer=lambda p: SafeAdamW(p, lr=0.01)).half()
     model.loss = lambda batch: torch.nn.functional.mse_loss(  # type: ignore[method-assign]
         model.network(batch[0].half()).float().flatten(), batch[1]

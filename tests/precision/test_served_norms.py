@@ -40,7 +40,7 @@ def outputs(
     [OpPolicy(), OpPolicy(norm_output="fp32"), OpPolicy(half_ops=["layer_norm"])],
     ids=["input", "fp32", "moved"],
 )
-def test_a_served_norm_returns_what_the_mode_would(name: str, half: str, policy: OpPolicy) -> None:
+def test_served_norm_equals_the_function_mode(name: str, half: str, policy: OpPolicy) -> None:
     for dtype in (HALVES[half], torch.float32):
         norm = NORMS[name]()
         expected = outputs(norm, policy, HALVES[half], dtype)
@@ -58,7 +58,7 @@ def test_a_served_norm_returns_what_the_mode_would(name: str, half: str, policy:
                 assert torch.equal(value, other)
 
 
-def test_without_a_policy_a_served_norm_is_torchs() -> None:
+def test_served_norm_without_a_policy_equals_torch() -> None:
     norm = nn.LayerNorm(8)
     expected = norm(X)
     with contextlib.ExitStack() as undo:
@@ -67,7 +67,7 @@ def test_without_a_policy_a_served_norm_is_torchs() -> None:
 
 
 @pytest.mark.parametrize("name", ["layer", "group", "rms"])
-def test_a_frozen_norm_in_half_keeps_its_own_forward(name: str) -> None:
+def test_frozen_half_norm_keeps_its_own_forward(name: str) -> None:
     norm = NORMS[name]().half().requires_grad_(False)
     with contextlib.ExitStack() as undo, OpPolicy().context("cpu", torch.float16):
         expected = norm(X.half())

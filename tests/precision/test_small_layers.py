@@ -33,7 +33,7 @@ def trained(half: Any, small: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Ten
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_training_with_and_without_copies_has_the_same_bits(
+def test_training_is_bitwise_equal_with_and_without_copies(
     half: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_copies, all_bytes = trained(half, 0, monkeypatch)
@@ -43,7 +43,7 @@ def test_training_with_and_without_copies_has_the_same_bits(
     assert few_bytes == 2 * Transformer().position.numel() < all_bytes
 
 
-def test_what_autocast_may_not_cast_or_what_is_large_has_copies(
+def test_large_layers_and_layers_that_autocast_does_not_cast_have_copies(
     attached: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(working_copies, "_SMALL", SMALL)

@@ -34,7 +34,7 @@ class Skip(Callback):
 
 
 @plugins
-def test_a_step_that_is_asked_to_skip_moves_nothing_but_the_data(make_plugin: Any) -> None:
+def test_requested_skip_changes_no_weight_state_count_or_schedule(make_plugin: Any) -> None:
     skipping = Regression(make_optimizer=lambda p: AdamW(p, lr=0.01), interval="step")
     plugin = make_plugin()
     before = plugin.scaler and plugin.scaler.scale
@@ -50,7 +50,7 @@ def test_a_step_that_is_asked_to_skip_moves_nothing_but_the_data(make_plugin: An
         assert plugin.scaler.scale == before
 
 
-def test_a_step_that_overflows_and_is_unwanted_counts_as_overflow() -> None:
+def test_requested_skip_of_an_overflow_counts_as_overflow() -> None:
     model = Regression(bad_batches=[2])
     plugin = BalancedAMP(loss_scale=LossScaleConfig(init_scale=256.0))
     trainer = fit(model, plugin, loader(5), callbacks=[Skip(2)])
@@ -72,7 +72,7 @@ class _StepsByHand(Regression):
 
 
 @pytest.mark.parametrize("name", ["fp16 O2", "fp16 O1", "PureFP16"])
-def test_stepping_past_the_plugin_is_refused_where_gradients_are_scaled(name: str) -> None:
+def test_direct_step_on_scaled_gradients_raises(name: str) -> None:
     model = _StepsByHand()
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` was not called through"):
@@ -82,7 +82,7 @@ def test_stepping_past_the_plugin_is_refused_where_gradients_are_scaled(name: st
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_past_the_plugin_without_a_scale_is_seen_by_the_next_forward(fused: bool) -> None:
+def test_next_forward_uses_the_weights_of_a_direct_step_without_a_loss_scale(fused: bool) -> None:
     """As of a GAN: two forwards in one training step, with a step in between."""
 
     class Twice(_StepsByHand):
@@ -100,7 +100,7 @@ def test_a_step_past_the_plugin_without_a_scale_is_seen_by_the_next_forward(fuse
     assert models[1] == pytest.approx(models[0], rel=2**-6)
 
 
-def test_after_training_the_optimizer_steps_freely() -> None:
+def test_optimizer_steps_directly_after_training() -> None:
     model = Regression()
     trainer = fit(model, BalancedAMP(), loader(2))
     for p in model.parameters():

@@ -70,7 +70,7 @@ class InTheBackward(OfItsOwn):
 
 @plugins
 @pytest.mark.parametrize("model_class", [AfterTheBackward, ByHand, InTheBackward])
-def test_a_step_on_scaled_gradients_is_refused_before_weights_move(
+def test_step_on_scaled_gradients_raises_before_weights_change(
     make_plugin: Callable[[], Any], model_class: type[OfItsOwn]
 ) -> None:
     model = model_class()
@@ -95,7 +95,7 @@ class OnWeightsBeside(OfItsOwn):
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-def test_a_step_on_scaled_gradients_of_other_parameters_is_refused(scale: Any) -> None:
+def test_step_on_scaled_gradients_of_other_parameters_raises(scale: Any) -> None:
     """Under `PureFP16` gradients are half until the step, and torch takes none for fp32 weights."""
     model = OnWeightsBeside()
     before = parameters_of(model)
@@ -107,7 +107,9 @@ def test_a_step_on_scaled_gradients_of_other_parameters_is_refused(scale: Any) -
 
 
 @plugins
-def test_a_gradient_that_is_scaled_again_is_refused_too(make_plugin: Callable[[], Any]) -> None:
+def test_step_on_gradients_of_a_second_scaled_backward_raises(
+    make_plugin: Callable[[], Any],
+) -> None:
     """A second backward scales what the first step has unscaled and left."""
 
     class Twice(ByHand):
@@ -126,7 +128,7 @@ def test_a_gradient_that_is_scaled_again_is_refused_too(make_plugin: Callable[[]
         fit(Twice(), make_plugin(), loader(2))
 
 
-def test_at_a_scale_of_one_an_optimizer_in_the_backward_trains_as_in_fp32() -> None:
+def test_optimizer_in_the_backward_trains_as_in_fp32_at_a_loss_scale_of_one() -> None:
     plain, scaled = InTheBackward(), InTheBackward()
     start = parameters_of(plain)
     fit(plain, None, loader(8))
@@ -135,7 +137,7 @@ def test_at_a_scale_of_one_an_optimizer_in_the_backward_trains_as_in_fp32() -> N
 
 
 @pytest.mark.parametrize("model_class", [ByHand, InTheBackward])
-def test_without_a_loss_scale_any_optimizer_trains_as_in_fp32(model_class: type[OfItsOwn]) -> None:
+def test_any_optimizer_trains_as_in_fp32_without_a_loss_scale(model_class: type[OfItsOwn]) -> None:
     plain, half = model_class(), model_class()
     start = parameters_of(plain)
     fit(plain, None, loader(8))
@@ -176,7 +178,7 @@ class Probed(Regression):
         return SGD(self.network.parameters(), lr=0.1)
 
 
-def test_a_probe_with_gradients_of_its_own_is_stepped() -> None:
+def test_probe_with_unscaled_gradients_is_stepped() -> None:
     """Its gradients stay while the next scaled backward runs, which gives the probe none."""
     plain, scaled = Probed(), Probed()
     start = parameters_of(plain.probe)
@@ -186,7 +188,7 @@ def test_a_probe_with_gradients_of_its_own_is_stepped() -> None:
 
 
 @plugins
-def test_optimizers_of_other_models_step_amid_the_training(
+def test_optimizers_of_other_models_step_during_training(
     make_plugin: Callable[[], Any],
 ) -> None:
     class WithATeacher(Regression):
@@ -201,7 +203,7 @@ def test_optimizers_of_other_models_step_amid_the_training(
 
 
 @plugins
-def test_a_trainer_amid_another_steps_its_own_optimizer(make_plugin: Callable[[], Any]) -> None:
+def test_nested_trainer_steps_its_own_optimizer(make_plugin: Callable[[], Any]) -> None:
     class Nested(Regression):
         def on_after_backward(self) -> None:
             if self.trainer.global_step == 1:
@@ -248,14 +250,14 @@ class DelegatingOptimizer(Delegating, Optimizer):
 
 @pytest.mark.parametrize("wrapper", [SharpnessAware, DelegatingOptimizer])
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-def test_an_optimizer_inside_a_given_one_is_stepped(wrapper: Any, scale: Any) -> None:
+def test_inner_optimizer_of_a_trainer_optimizer_is_stepped(wrapper: Any, scale: Any) -> None:
     plain, wrapped = Regression(), Regression(make_optimizer=wrapper)
     fit(plain, BalancedAMP(loss_scale=scale), loader(4))
     fit(wrapped, BalancedAMP(loss_scale=scale), loader(4))
     assert torch.equal(plain.weights[-1], wrapped.weights[-1])
 
 
-def test_a_fused_optimizer_with_a_grad_scale_unscales_by_itself() -> None:
+def test_fused_optimizer_with_grad_scale_unscales_by_itself() -> None:
     class Unscaling(ByHand):
         def on_fit_start(self) -> None:
             self.own = AdamW(self.network.parameters(), lr=0.01, fused=True)
@@ -275,7 +277,7 @@ def test_a_fused_optimizer_with_a_grad_scale_unscales_by_itself() -> None:
     torch.testing.assert_close(scaled.weights[-1], plain.weights[-1], rtol=1e-3, atol=1e-5)
 
 
-def test_the_copies_follow_a_fused_optimizer_that_the_plugin_was_not_given() -> None:
+def test_copies_follow_a_fused_optimizer_outside_the_trainer() -> None:
     """As of a GAN: two forwards in one training step, with a step in between."""
 
     class Twice(ByHand):

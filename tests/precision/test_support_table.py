@@ -40,7 +40,7 @@ def table() -> dict[tuple[str, str], str]:
 TABLE = table()
 
 
-def test_the_table_has_a_row_for_each_case_and_no_other() -> None:
+def test_table_has_exactly_one_row_for_each_case() -> None:
     assert list(TABLE) == [(row, column) for row in CASES for column in PLUGINS]
     assert set(TABLE.values()) == {"trains", "refused"}
 
@@ -48,7 +48,7 @@ def test_the_table_has_a_row_for_each_case_and_no_other() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that:UserWarning")
 @pytest.mark.parametrize(("row", "column"), TABLE)
-def test_a_training_runs_as_in_fp32_or_is_refused_as_the_table_says(row: str, column: str) -> None:
+def test_training_equals_fp32_or_raises_as_the_table_states(row: str, column: str) -> None:
     torch.compiler.reset()
     model, plugin = CASES[row](), PLUGINS[column]()
     if TABLE[row, column] == "refused":

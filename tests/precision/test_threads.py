@@ -93,7 +93,7 @@ REFUSED = "called in the thread 'second' while another thread computes"
 
 
 @ways
-def test_a_second_thread_is_refused_and_takes_no_gradient(other: Any, attached: Any) -> None:
+def test_second_thread_raises_and_changes_no_gradient(other: Any, attached: Any) -> None:
     torch.manual_seed(0)
     layer = Meeting(6, 4)
     attached(layer)
@@ -110,9 +110,7 @@ def test_a_second_thread_is_refused_and_takes_no_gradient(other: Any, attached: 
 
 
 @ways
-def test_the_training_thread_is_refused_where_another_one_was_first(
-    other: Any, attached: Any
-) -> None:
+def test_training_thread_raises_if_another_thread_was_first(other: Any, attached: Any) -> None:
     torch.manual_seed(0)
     layer = Meeting(6, 4)
     attached(layer)
@@ -126,7 +124,7 @@ def test_the_training_thread_is_refused_where_another_one_was_first(
     assert all(map(torch.equal, gradients(layer, X), expected))
 
 
-def test_threads_that_replace_no_weight_compute_together(attached: Any) -> None:
+def test_threads_that_replace_no_weight_compute_concurrently(attached: Any) -> None:
     layer = Meeting(6, 4)
     attached(layer)
     with computing(layer, lambda: full_without_grad(layer)) as result:
@@ -135,7 +133,7 @@ def test_threads_that_replace_no_weight_compute_together(attached: Any) -> None:
 
 
 @pytest.mark.parametrize("remedy", ["copy", "full"])
-def test_the_remedies_of_the_error_work(remedy: str, attached: Any) -> None:
+def test_remedies_in_the_error_work(remedy: str, attached: Any) -> None:
     torch.manual_seed(0)
     layer = Meeting(6, 4)
     if remedy == "copy":
@@ -149,7 +147,7 @@ def test_the_remedies_of_the_error_work(remedy: str, attached: Any) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_forward_that_the_backward_repeats_in_autograds_thread_is_let_in(
+def test_recomputation_in_the_thread_of_autograd_is_allowed(
     use_reentrant: bool, attached: Any
 ) -> None:
     """On a GPU it runs in a thread that Python has not started, while the caller waits."""
@@ -175,7 +173,7 @@ def test_a_forward_that_the_backward_repeats_in_autograds_thread_is_let_in(
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_module_within_itself_is_let_in(use_reentrant: bool, attached: Any) -> None:
+def test_module_within_itself_is_allowed(use_reentrant: bool, attached: Any) -> None:
     class Recursive(nn.Linear):
         def forward(self, x: Tensor, depth: int = 2) -> Tensor:
             if depth:
@@ -193,7 +191,7 @@ def test_a_module_within_itself_is_let_in(use_reentrant: bool, attached: Any) ->
         torch.testing.assert_close(value, p.grad, rtol=0.02, atol=0.02 * p.grad.norm().item())
 
 
-def test_a_thread_beside_the_training_ends_in_an_error_and_the_training_goes_on() -> None:
+def test_thread_beside_the_training_raises_and_training_continues() -> None:
     class Watched(Regression):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
             if batch_idx == 2:
@@ -218,7 +216,7 @@ def test_a_thread_beside_the_training_ends_in_an_error_and_the_training_goes_on(
 
 @pytest.mark.parametrize("with_grad", [True, False])
 @pytest.mark.parametrize("keep_vars", [True, False])
-def test_a_state_that_another_thread_reads_amid_a_forward_has_the_fp32_weights(
+def test_state_dict_read_by_another_thread_during_a_forward_has_fp32_weights(
     keep_vars: bool, with_grad: bool
 ) -> None:
     layer, copies = Meeting(8, 4), WorkingCopies(torch.float16)

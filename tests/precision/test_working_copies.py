@@ -22,7 +22,7 @@ halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 
 
 @halves
-def test_gradients_are_fp32_and_those_of_fp32(half: torch.dtype, attached: Any) -> None:
+def test_gradients_are_fp32_and_near_those_without_copies(half: torch.dtype, attached: Any) -> None:
     module, plain = network(), network()
     own = list(module.parameters())
     attached(module, half, keep=[module[2]])
@@ -33,7 +33,7 @@ def test_gradients_are_fp32_and_those_of_fp32(half: torch.dtype, attached: Any) 
     assert_close(found, [p.grad for p in plain.parameters()], half)
 
 
-def test_outside_of_autocast_and_where_it_is_off_weights_are_fp32(attached: Any) -> None:
+def test_weights_are_fp32_without_autocast(attached: Any) -> None:
     layer = Seen(6, 2)
     copies = attached(layer)
     layer(X)
@@ -46,7 +46,7 @@ def test_outside_of_autocast_and_where_it_is_off_weights_are_fp32(attached: Any)
     assert layer.seen == torch.float32
 
 
-def test_hooks_of_the_user_see_the_model_at_rest(attached: Any) -> None:
+def test_user_hooks_see_fp32_weights(attached: Any) -> None:
     layer, seen = Seen(6, 2), []
     attached(layer)
     layer.register_forward_pre_hook(lambda m, _: seen.append(type(m.weight)))
@@ -56,7 +56,7 @@ def test_hooks_of_the_user_see_the_model_at_rest(attached: Any) -> None:
     assert layer.seen == torch.float16
 
 
-def test_release_leaves_no_trace(attached: Any) -> None:
+def test_release_restores_forward_and_frees_copies(attached: Any) -> None:
     module = network()
     working = attached(module)
     run(module, X)
@@ -65,7 +65,7 @@ def test_release_leaves_no_trace(attached: Any) -> None:
     assert working.bytes_held() == 0
 
 
-def test_an_exception_in_a_forward_puts_the_weights_back(attached: Any) -> None:
+def test_exception_in_a_forward_restores_the_weights(attached: Any) -> None:
     class Fails(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             raise ArithmeticError
@@ -80,7 +80,7 @@ def test_an_exception_in_a_forward_puts_the_weights_back(attached: Any) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_modules_have_the_gradients_of_others(
+def test_checkpointed_modules_have_the_gradients_of_plain_modules(
     use_reentrant: bool, attached: Any
 ) -> None:
     class Checkpointed(nn.Module):
@@ -100,7 +100,7 @@ def test_checkpointed_modules_have_the_gradients_of_others(
         assert torch.equal(one, other)
 
 
-def test_shared_tied_and_reentrant_modules_add_up_their_gradients_in_fp32(attached: Any) -> None:
+def test_gradients_of_shared_tied_and_reentrant_modules_accumulate_in_fp32(attached: Any) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -126,7 +126,7 @@ def test_shared_tied_and_reentrant_modules_add_up_their_gradients_in_fp32(attach
     assert module.head.weight is module.embed.weight
 
 
-def test_what_is_no_fp32_weight_is_left_alone(attached: Any) -> None:
+def test_parameters_other_than_fp32_matrices_have_no_copy(attached: Any) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -149,7 +149,7 @@ def test_what_is_no_fp32_weight_is_left_alone(attached: Any) -> None:
     assert {name: p.dtype for name, p in module.named_parameters()} == dtypes
 
 
-def test_frozen_weights_cost_their_half_copy_and_no_node(attached: Any) -> None:
+def test_frozen_weights_have_a_half_copy_and_no_autograd_node(attached: Any) -> None:
     layer = nn.Linear(6, 4).requires_grad_(False)
     working = attached(layer)
     x = X.clone().requires_grad_()
@@ -164,7 +164,7 @@ def test_frozen_weights_cost_their_half_copy_and_no_node(attached: Any) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_is_seen_after_refresh_whatever_the_optimizer(fused: bool, attached: Any) -> None:
+def test_refresh_copies_the_step_of_any_optimizer(fused: bool, attached: Any) -> None:
     layer = nn.Linear(6, 4)
     working = attached(layer)
     optimizer = SGD(layer.parameters(), lr=0.5, fused=fused)
@@ -175,7 +175,7 @@ def test_a_step_is_seen_after_refresh_whatever_the_optimizer(fused: bool, attach
     torch.testing.assert_close(run(layer, X).float(), layer(X), rtol=2**-8, atol=2**-8)
 
 
-def test_writes_that_autograd_counts_are_seen_at_once(attached: Any) -> None:
+def test_writes_with_version_counters_update_the_copy_at_once(attached: Any) -> None:
     layer = nn.Linear(6, 4)
     attached(layer)
     run(layer, X)
@@ -185,7 +185,7 @@ def test_writes_that_autograd_counts_are_seen_at_once(attached: Any) -> None:
     torch.testing.assert_close(run(layer, X).float(), layer(X), rtol=2**-7, atol=2**-7)
 
 
-def test_a_step_on_one_network_leaves_the_graph_of_another_whole(attached: Any) -> None:
+def test_step_of_one_network_keeps_the_graph_of_another(attached: Any) -> None:
     """As of a GAN: the generator's graph is older than the discriminator's step."""
     generator, judge = nn.Linear(6, 6), nn.Linear(6, 1)
     working = attached(nn.ModuleList([generator, judge]))
@@ -198,7 +198,7 @@ def test_a_step_on_one_network_leaves_the_graph_of_another_whole(attached: Any) 
     assert generator.weight.grad.norm() > 0
 
 
-def test_a_graph_whose_weights_were_written_since_is_refused_as_without_copies(
+def test_backward_after_a_write_to_the_weights_raises_as_without_copies(
     attached: Any,
 ) -> None:
     module = network()
@@ -209,7 +209,7 @@ def test_a_graph_whose_weights_were_written_since_is_refused_as_without_copies(
         loss.backward()
 
 
-def test_copies_made_in_inference_mode_serve_training(attached: Any) -> None:
+def test_copies_created_in_inference_mode_work_in_training(attached: Any) -> None:
     module = network()
     working = attached(module)
     with torch.inference_mode():
@@ -240,7 +240,7 @@ class Clamps(nn.Linear):
 
 
 @pytest.mark.parametrize("way", ["no_grad", "data", "set data", "parameter"])
-def test_a_write_by_the_forward_reaches_the_parameter(way: str, attached: Any) -> None:
+def test_write_in_the_forward_reaches_the_parameter(way: str, attached: Any) -> None:
     torch.manual_seed(4)
     layer = Clamps(6, 4)
     layer.way = way
@@ -261,7 +261,7 @@ def test_a_write_by_the_forward_reaches_the_parameter(way: str, attached: Any) -
         assert layer.weight.detach().abs().max() < 0.1001
 
 
-def test_a_write_past_version_counters_from_outside_is_not_taken_for_one_by_the_forward(
+def test_outside_write_to_data_is_not_mistaken_for_a_write_in_the_forward(
     attached: Any,
 ) -> None:
     layer = nn.Linear(6, 4)
@@ -276,7 +276,7 @@ def test_a_write_past_version_counters_from_outside_is_not_taken_for_one_by_the_
 
 
 @pytest.mark.slow
-def test_a_deep_copy_computes_with_copies_of_its_own_and_frees_them(attached: Any) -> None:
+def test_deep_copy_has_its_own_copies_and_frees_them(attached: Any) -> None:
     layer = Seen(6, 2)
     working = attached(layer)
     run(layer, X)
@@ -294,7 +294,7 @@ def test_a_deep_copy_computes_with_copies_of_its_own_and_frees_them(attached: An
     assert working.bytes_held() == held
 
 
-def test_a_pickled_module_is_a_plain_one(attached: Any) -> None:
+def test_pickled_module_is_a_plain_module(attached: Any) -> None:
     module = network()
     attached(module)
     run(module, X)
@@ -303,7 +303,7 @@ def test_a_pickled_module_is_a_plain_one(attached: Any) -> None:
     assert loaded[0].forward.__func__ is nn.Linear.forward
 
 
-def test_the_signature_of_forward_stays(attached: Any) -> None:
+def test_signature_of_forward_is_unchanged(attached: Any) -> None:
     layer = nn.MultiheadAttention(4, 2)
     expected = inspect.signature(layer.forward)
     attached(layer)

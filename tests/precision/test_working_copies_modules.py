@@ -20,7 +20,7 @@ halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 
 @halves
 @pytest.mark.parametrize("training", [True, False])
-def test_transformer_encoder_with_a_padding_mask(
+def test_transformer_encoder_with_a_padding_mask_is_close_to_fp32(
     half: torch.dtype, training: bool, attached: Any
 ) -> None:
     """Its inference path takes weights past their modules, and knows no autocast."""
@@ -73,7 +73,7 @@ def test_lazy_script_and_parametrized_modules_train(attached: Any) -> None:
     assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
-def test_functional_calls_compute_with_what_they_are_given(attached: Any) -> None:
+def test_functional_calls_compute_with_the_given_weights(attached: Any) -> None:
     layer = Seen(6, 2)
     attached(layer)
     other = {name: torch.zeros_like(p) for name, p in layer.named_parameters()}
@@ -83,7 +83,7 @@ def test_functional_calls_compute_with_what_they_are_given(attached: Any) -> Non
     assert (output == 0).all()
 
 
-def test_a_second_derivative_passes_through_copies(attached: Any) -> None:
+def test_second_derivatives_pass_through_copies(attached: Any) -> None:
     """As of a gradient penalty."""
     module = network()
     plain = copy.deepcopy(module)
@@ -114,7 +114,7 @@ class _Whole(nn.Sequential):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Dynamo:UserWarning")
 @pytest.mark.parametrize("way", ["whole", "blocks", "wrapped", "function"])
-def test_compiled_code_stays_one_graph_and_learns(way: str, attached: Any) -> None:
+def test_compiled_module_is_one_graph_and_learns(way: str, attached: Any) -> None:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     module: Any = network()
