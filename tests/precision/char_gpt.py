@@ -1,6 +1,6 @@
-"""A character GPT on generated sentences: a small model that every precision can be compared on.
+"""A small character GPT on generated sentences, trained to compare precisions.
 
-Legend: `B` sequences, `T` characters of each, `C` width, `V` size of the vocabulary.
+Legend: `B` sequences, `T` characters per sequence, `C` width, `V` size of the vocabulary.
 """
 
 import functools
@@ -33,9 +33,9 @@ ENDS = (".", "!", "?", "; see [#]", " (step #)", ' = "#"', " + #", " * # / #")
 
 @functools.cache
 def sentences() -> str:
-    """Return random sentences of a small grammar, the same on every machine.
+    """Return random sentences of a small grammar, equal on every machine.
 
-    The source of this package would be text as well, but every edit of it would change the data.
+    The source of this package is not used as text because every edit would change the data.
     """
     # Python guarantees the sequence of `random()` for a seed, but not that of `choice()`.
     uniform = random.Random(0).random

@@ -1,4 +1,4 @@
-"""What tests of working copies share."""
+"""Fixtures for tests of half copies."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_mp.precision._weights.working_copies import WorkingCopies
 
 @pytest.fixture
 def attached() -> Iterator[Any]:
-    """Return a function that lets a module compute with copies, until the test ends."""
+    """Return a function that attaches half copies to a module until the test ends."""
     made: list[WorkingCopies] = []
 
     def attach(module: nn.Module, half: torch.dtype = torch.float16, **kwargs: Any) -> Any:
@@ -28,5 +28,5 @@ def attached() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def _small_layers_have_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the small models of these tests compute as large ones do, with a copy of each weight."""
+    """Give small layers half copies too, as large layers have."""
     monkeypatch.setattr(working_copies, "_SMALL", 0)

@@ -1,4 +1,4 @@
-"""Small modules to train in fp32 and in half, with what happened at each of their steps."""
+"""Small models that train in fp32 and in half precision and record every step."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to one number."""
+    """A transformer from tokens to one number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,19 +50,20 @@ class Transformer(nn.Module):
 
 
 def perceptron() -> nn.Module:
-    """Return a network with working weights and, in its norm, weights that stay in fp32."""
+    """Return a network with half working weights and a norm in fp32."""
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1))
 
 
 class Regression(pl.LightningModule):
-    """Fits a network, and writes down what can be seen at every step.
+    """Fits a network and records losses, gradients and weights of every step.
 
     Args:
-        network: What to fit.
-        make_optimizer: Makes the optimizer from the parameters.
-        seed: Of the initial weights.
+        network: Creates the network.
+        make_optimizer: Creates the optimizer from the parameters.
+        seed: Seed of the initial weights.
         bad_batches: Batches whose loss is multiplied by inf.
-        interval: Of the schedule that takes 10% off the learning rate; `None` for no schedule.
+        interval: Interval of a schedule that multiplies the learning rate by 0.9; `None` for no
+            schedule.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Regression(pl.LightningModule):
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         tokens, target = batch
-        # Of one dtype: torch 2.10 has no backward of mse_loss for two (pytorch#94086).
+        # In torch 2.10, mse_loss of two dtypes has no backward (pytorch#94086).
         return F.mse_loss(self.network(tokens).float().flatten(), target.float())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
@@ -154,8 +155,8 @@ def make_trainer(plugin: Any = None, **kwargs: Any) -> pl.Trainer:
 def one_thread() -> Iterator[None]:
     """Compute on one thread.
 
-    On a busy machine, threads wait for each other 30 times as long. And where runs are compared
-    bit for bit, all must have as many: a LayerNorm's gradients, for one, are sums of threads' sums.
+    On a busy machine, several threads take up to 30 times as long. Bitwise comparisons also need
+    an equal number of threads, because LayerNorm sums gradients per thread.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -174,7 +175,7 @@ def fit(model: pl.LightningModule, plugin: Any, data: DataLoader, **kwargs: Any)
 
 
 def relative(model: nn.Module, reference: nn.Module, start: Tensor) -> float:
-    """Return how far a model has ended from another, in shares of the way."""
+    """Return the distance of two models relative to how far the reference moved from `start`."""
     moved = parameters_of(reference) - start
     assert moved.norm() > 1e-2
     return ((parameters_of(model) - parameters_of(reference)).norm() / moved.norm()).item()

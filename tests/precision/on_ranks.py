@@ -1,4 +1,4 @@
-"""What tests of precision plugins on two gloo ranks share."""
+"""Training of precision plugins on two gloo ranks."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ def momentum(parameters: Any) -> SGD:
 
 
 def batches(rank: int | None = None) -> DataLoader:
-    """Return whole batches, or a rank's half of every one."""
+    """Return global batches, or the rank's half of each batch."""
     rows = slice(None) if rank is None else slice(rank, None, RANKS)
     parts = [[part[rows] for part in batch] for batch in loader(STEPS)]
     return DataLoader(parts, batch_size=None)
 
 
 def fit_on_ranks(model: Any, plugin: Any, data: Any, strategy: Any = None) -> Any:
-    working_copies._SMALL = 0  # as in the tests of one process, whose fixtures end with it
+    working_copies._SMALL = 0  # as in `conftest.py`, whose fixtures do not run on ranks
     options = {"devices": RANKS, "use_distributed_sampler": False}
     return fit(model, plugin, data, strategy=strategy or DDPStrategy(), **options)

@@ -1,4 +1,4 @@
-"""An fp16 model with a residual stream that every block overflows."""
+"""An fp16 model whose residual stream overflows in every block."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class Block(nn.Module):
 
 
 def overflowing(blocks: int = 2, width: int = 8) -> nn.Sequential:
-    """Make an fp16 model of which every block writes infs."""
+    """Return an fp16 model in which every block writes inf."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width) for _ in range(blocks)))
     for block in model:

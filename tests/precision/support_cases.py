@@ -1,4 +1,4 @@
-"""What the table of docs/precision/support-table.md lists: a training for each of its rows."""
+"""One training for each row of docs/precision/support-table.md."""
 
 import copy
 import threading
@@ -17,7 +17,7 @@ from tests.precision.models import Regression, perceptron, rows
 
 
 def data() -> DataLoader:
-    """Return six batches, of which the last is smaller."""
+    """Return six batches; the last batch is smaller."""
     return DataLoader(rows(86), batch_size=16)
 
 
@@ -25,7 +25,7 @@ def data() -> DataLoader:
 
 
 class SharpnessAware(SGD):
-    """Takes the gradient from where the loss is largest nearby: two evaluations a step."""
+    """SAM: evaluates the loss twice per step and uses the gradient at the worst nearby point."""
 
     def _shift(self, sign: float) -> None:
         for group in self.param_groups:
@@ -53,7 +53,7 @@ class SharpnessAware(SGD):
 
 
 class ScheduleFree(SGD):
-    """Moves weights to an average for evaluation and back."""
+    """Replaces weights by their average for evaluation."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -87,7 +87,7 @@ class ScheduleFree(SGD):
 
 
 class Switching(Regression):
-    """Evaluates with the average after every step."""
+    """Evaluates with the averaged weights after every step."""
 
     def __init__(self) -> None:
         super().__init__(make_optimizer=ScheduleFree)
@@ -100,7 +100,7 @@ class Switching(Regression):
 
 
 class Lookahead(Optimizer):
-    """Goes back half of its way every second step of an inner optimizer."""
+    """Averages with the weights of two steps before, every second step of an inner optimizer."""
 
     def __init__(self, parameters: Any) -> None:
         self.inner = SGD(parameters, lr=0.1)
@@ -121,7 +121,7 @@ class Lookahead(Optimizer):
 
 
 class OfItsOwn(Regression):
-    """Steps by hand an optimizer that `configure_optimizers` does not return."""
+    """Steps an optimizer that `configure_optimizers` does not return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class OfItsOwn(Regression):
 
 
 class InTheBackward(OfItsOwn):
-    """Steps each parameter as soon as its gradient is there."""
+    """Steps each parameter as soon as its gradient is accumulated."""
 
     def on_fit_start(self) -> None:
         self.own = {p: SGD([p], lr=0.1) for p in self.network.parameters()}
@@ -163,7 +163,7 @@ def stepped_by(make: Callable[..., Optimizer], **kwargs: Any) -> Callable[[], Li
 
 
 class Residual(nn.Module):
-    """A block."""
+    """A residual block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def compiled_wrapper() -> nn.Module:
 
 
 class Compiled(Regression):
-    """Takes no notes in a step: each would be a graph break and compiled anew."""
+    """Records nothing in a step, because recording would break the graph."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -220,7 +220,7 @@ def compiled_lightning_module() -> Any:
 
 
 class Meeting(nn.Linear):
-    """A layer amid whose forward another thread may run."""
+    """A layer that lets another thread run during its forward."""
 
     amid: Callable[[], None] | None = None
 
@@ -232,7 +232,7 @@ class Meeting(nn.Linear):
 
 
 class Watched(Regression):
-    """Another thread evaluates the model, or a copy, amid a forward of training."""
+    """Another thread evaluates the model or a copy during a forward in training."""
 
     def __init__(self, *, copies: bool) -> None:
         super().__init__(lambda: nn.Sequential(Meeting(8, 16), nn.GELU(), nn.Linear(16, 1)))
@@ -267,7 +267,7 @@ class Watched(Regression):
 
 
 class Adapted(nn.Module):
-    """A frozen base with a trained addition of low rank."""
+    """A frozen layer plus a trainable low-rank layer (LoRA)."""
 
     def __init__(self, base: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -275,12 +275,12 @@ class Adapted(nn.Module):
         self.low, self.up, self.head = nn.Linear(8, 2), nn.Linear(2, 16), nn.Linear(16, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        base = self.base(x.to(self.base.weight.dtype))  # under fp32 a half base takes half
+        base = self.base(x.to(self.base.weight.dtype))  # a half base takes half inputs
         return self.head(nn.functional.gelu(base.to(self.head.weight.dtype) + self.up(self.low(x))))
 
 
 class LowRank(nn.Module):
-    """A parametrization that adds a product of low rank to a frozen weight."""
+    """A parametrization that adds a low-rank product to a frozen weight."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ def orthogonal() -> nn.Module:
 
 
 class Unfreezing(Regression):
-    """Trains its first layer from the third step on."""
+    """Unfreezes its first layer at the third step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ class Unfreezing(Regression):
 
 
 class Replacing(Regression):
-    """Puts another layer into the model, and into the optimizer."""
+    """Replaces a layer in the model and in the optimizer."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
@@ -334,7 +334,7 @@ class Replacing(Regression):
 
 
 class Assigning(Regression):
-    """Loads weights by `assign=True`, which leaves the optimizer with the old ones."""
+    """Loads weights with `assign=True`, so the optimizer keeps the old parameters."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         state = {name: value.clone() for name, value in self.network.state_dict().items()}
@@ -342,7 +342,7 @@ class Assigning(Regression):
 
 
 class Following(Regression):
-    """Writes its output bias through the tensors of `state_dict`."""
+    """Writes its output bias through a tensor of `state_dict`."""
 
     @torch.no_grad()
     def on_train_batch_end(self, *_: Any) -> None:

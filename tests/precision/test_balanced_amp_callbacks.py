@@ -108,7 +108,7 @@ def test_learning_rate_does_not_change_at_skipped_steps(plugin_type: Any, tmp_pa
     plugin = plugin_type(loss_scale=LossScaleConfig(init_scale=2.0**10))
     options = {"logger": logger, "log_every_n_steps": 1, "callbacks": [monitor]}
     fit(model, plugin, loader(4), **options)
-    # At global steps 0, 1, 1 and 2.
+    # The learning rates at global steps 0, 1, 1 and 2.
     assert monitor.lrs == {"lr-SGD": pytest.approx([0.1, 0.09, 0.09, 0.081])}
 
 

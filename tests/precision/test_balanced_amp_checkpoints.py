@@ -1,4 +1,4 @@
-"""Checkpoints of BalancedAMP: portable fp32, exact to resume, and open to other precisions."""
+"""Checkpoints of BalancedAMP have fp32 weights, resume exactly and fit other precisions."""
 
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
 
 
 def test_state_dict_in_training_equals_that_of_a_plain_module(tmp_path: Path) -> None:
-    """Aliased, tied weights once, and writes to it reach the model."""
+    """Its tensors alias the weights, so a write reaches the model; tied weights are shared."""
 
     class Looks(Regression):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -121,7 +121,7 @@ def test_checkpoints_are_exchangeable_with_fp32_and_16_mixed(
     began = _record_start(second, plugin)
     trainer.fit(second, loader(3), ckpt_path=path)
     assert torch.equal(began[0], parameters_of(first).float().double())
-    if plugin.scaler is not None:  # 2^8 is its own start
+    if plugin.scaler is not None:  # 2^8 is the initial scale
         assert began[1] == (2.0**8 if source == "fp32" else 2.0**9)
     assert {int(s["step"]) for s in trainer.optimizers[0].state.values()} == {6}
 
@@ -135,7 +135,7 @@ def test_checkpoints_are_exchangeable_with_fp32_and_16_mixed(
 
 
 def _record_start(model: Regression, plugin: BalancedAMP) -> list[Any]:
-    """Return a list that holds the weights and the loss scale once training starts."""
+    """Return a list that receives the weights and the loss scale when training starts."""
     began: list[Any] = []
 
     def record(*_: Any) -> None:
@@ -153,14 +153,14 @@ def test_optimizer_states_are_loaded_without_rounding(plugin_type: Any, tmp_path
 
     class Small(Regression):
         def loss(self, batch: Any) -> torch.Tensor:
-            return super().loss(batch) * 1e-5  # second moments below fp16's smallest number
+            return super().loss(batch) * 1e-5  # second moments underflow in fp16
 
     def make() -> Regression:
         return Small(make_optimizer=lambda p: Adam(p, lr=1e-3))
 
     path, saved = save_and_load(fit(make(), plugin_type(), small), tmp_path)
     model = make()
-    trainer = fit(model, plugin_type(), small, max_epochs=1, ckpt_path=path)  # nothing is left
+    trainer = fit(model, plugin_type(), small, max_epochs=1, ckpt_path=path)  # all epochs are done
     assert model.losses == []
     loaded = trainer.optimizers[0].state_dict()["state"]
     for index, state in saved["optimizer_states"][0]["state"].items():

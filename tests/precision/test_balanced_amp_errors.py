@@ -1,4 +1,4 @@
-"""What cannot work is refused before training starts, with a way out."""
+"""Unsupported settings raise before training, with a remedy; half models become fp32."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def test_lbfgs_with_a_loss_scale_raises() -> None:
     for weights in ("half", "full"):
         model = make()
         fit(model, BalancedAMP(half="bf16", weights=weights), loader(3))
-        assert len(model.losses) == len(reference.losses)  # the closure runs inside of the step
+        assert len(model.losses) == len(reference.losses)  # the closure runs inside the step
         assert model.losses[-1] == pytest.approx(reference.losses[-1], rel=0.05)
 
 
@@ -89,7 +89,7 @@ def half_network(dtype: torch.dtype) -> nn.Module:
 def test_half_weights_of_the_model_become_fp32_and_keep_small_updates(
     dtype: torch.dtype, arguments: dict[str, Any], logged: list[str]
 ) -> None:
-    """As transformers 5 loads them: at a rate of 1e-5, bf16 weights stand still."""
+    """transformers 5 loads bf16 weights, which stagnate at a learning rate of 1e-5."""
     model = Regression(lambda: half_network(dtype), lambda p: SGD(p, lr=1e-5))
     weight = model.network[1].weight
     start = weight.detach().clone()
@@ -98,7 +98,7 @@ def test_half_weights_of_the_model_become_fp32_and_keep_small_updates(
     assert model.network[1].weight is weight
     assert weight.dtype == torch.float32
     assert (weight != start).all()
-    assert torch.equal(weight.to(dtype), start)  # half would not have moved
+    assert torch.equal(weight.to(dtype), start)  # half weights would not have changed
 
 
 def test_half_running_statistics_become_fp32_with_their_norm() -> None:

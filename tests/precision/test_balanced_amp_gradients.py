@@ -1,4 +1,4 @@
-"""Gradients that reach hooks, clipping and optimizers: unscaled, in fp32, of one loss scale."""
+"""Hooks, clipping and optimizers receive unscaled fp32 gradients."""
 
 import functools
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def tolerance(plugin: ScaledPrecision) -> float:
 
 
 def moved_alike(model: nn.Module, reference: nn.Module, start: Tensor) -> float:
-    """Return how far apart two models ended, relative to how far the reference moved."""
+    """Return the distance of two models relative to how far the reference moved."""
     target = parameters_of(reference)
     assert (target - start).norm() > 1e-2
     return ((parameters_of(model) - target).norm() / (target - start).norm()).item()
@@ -61,7 +61,7 @@ def moved_alike(model: nn.Module, reference: nn.Module, start: Tensor) -> float:
 
 
 class Stepping(Regression):
-    """Writes down the gradients that the optimizer steps with, after clipping."""
+    """Records the gradients that the optimizer steps with, after clipping."""
 
     stepped: list[tuple[float, float]]
 
@@ -83,7 +83,7 @@ class Stepping(Regression):
 
 
 class ClippedByHand(Stepping):
-    """Clips in manual optimization."""
+    """Clips gradients in manual optimization."""
 
     def __init__(self, clipping: tuple[float, str], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,7 +114,7 @@ def test_automatic_clipping_equals_fp32(
     make_plugin: Callable[[], ScaledPrecision],
     make_optimizer: Callable[..., Optimizer],
 ) -> None:
-    """Lightning#21435: its 16-mixed refuses to clip with fused optimizers."""
+    """Lightning's 16-mixed does not clip with fused optimizers (Lightning#21435)."""
     value, algorithm = clipping
     options = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
     reference, model = (Stepping(make_optimizer=make_optimizer) for _ in range(2))
@@ -123,7 +123,7 @@ def test_automatic_clipping_equals_fp32(
     fit(model, plugin, loader(6), **options)
     _assert_clipped_alike(model, reference, clipping, tolerance(plugin))
     assert moved_alike(model, reference, start) < 4 * tolerance(plugin)
-    # What hooks see is not clipped yet, and not scaled.
+    # Hooks see gradients that are neither clipped nor scaled.
     assert model.gradient_dtypes == {torch.float32}
     expected = pytest.approx(reference.gradient_norms, rel=4 * tolerance(plugin))
     assert model.gradient_norms == expected
@@ -134,7 +134,7 @@ def test_automatic_clipping_equals_fp32(
 def test_manual_clipping_equals_fp32(
     clipping: tuple[float, str], make_plugin: Callable[[], ScaledPrecision]
 ) -> None:
-    """Lightning#18089: scaled gradients were clipped, and so almost all of each was lost."""
+    """Lightning clipped scaled gradients, which removed most of each gradient (Lightning#18089)."""
     reference, model = (ClippedByHand(clipping, make_optimizer=OPTIMIZERS["sgd"]) for _ in "12")
     start, plugin = parameters_of(model), make_plugin()
     fit(reference, None, loader(6))
@@ -150,7 +150,7 @@ def _assert_clipped_alike(
     assert len(model.stepped) == len(reference.stepped) == 6
     of_algorithm = [[step[algorithm == "value"] for step in m.stepped] for m in (model, reference)]
     assert max(max(numbers) for numbers in of_algorithm) < value * 1.001
-    assert sum(number > value * 0.999 for number in of_algorithm[0]) >= 3  # it has to clip
+    assert sum(number > value * 0.999 for number in of_algorithm[0]) >= 3  # clipping is active
     norms = [[norm for norm, _ in m.stepped] for m in (model, reference)]
     assert norms[0] == pytest.approx(norms[1], rel=4 * relative)
 
@@ -236,7 +236,7 @@ def test_training_step_that_returns_none_changes_nothing(
             return None if batch_idx in (1, 4) else super().training_step(batch, batch_idx)
 
     plugin = make_plugin()
-    for accumulated in (1, 2):  # batch 1 ends an accumulation that batch 0 began
+    for accumulated in (1, 2):  # with 2, batch 1 ends the accumulation of batch 0
         reference, model = Sometimes(), Sometimes()
         start = parameters_of(model)
         fit(reference, None, loader(6), accumulate_grad_batches=accumulated)
@@ -253,9 +253,9 @@ class TwoOptimizers(Regression):
     """Steps the layers of one network with two optimizers, in one of several orders.
 
     Args:
-        order: "together": both backwards, then both steps. "toggled": each alone, with the other's
-            parameters frozen. "waiting": one steps at every batch, the other at every third.
-            "shared": both hold all parameters and take turns.
+        order: "together": both backwards, then both steps. "toggled": one after the other, with
+            the other's parameters frozen. "waiting": one steps at every batch, the other at every
+            third batch. "shared": both hold all parameters and alternate.
     """
 
     def __init__(self, order: str) -> None:
@@ -329,7 +329,7 @@ def test_two_optimizers_differ_from_fp32_with_the_scaler_of_torch() -> None:
 def test_parameter_gradients_equal_fp32_before_the_step(
     make_plugin: Callable[[], ScaledPrecision],
 ) -> None:
-    """Lightning's documented `grad_norm` showed 1008 times the norm."""
+    """The `grad_norm` of Lightning's documentation returned 1008 times the norm."""
     seen: list[dict[str, float]] = []
 
     class Looking(Regression):

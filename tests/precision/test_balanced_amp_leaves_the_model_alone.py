@@ -1,4 +1,4 @@
-"""What people write against a plain Lightning module, under BalancedAMP as in fp32."""
+"""User code that works with a plain LightningModule works under BalancedAMP as in fp32."""
 
 import copy
 from collections.abc import Callable
@@ -19,14 +19,14 @@ PLUGINS: dict[str, Callable[[], BalancedAMP]] = {
     "bf16": lambda: BalancedAMP(half="bf16"),
 }
 plugins = pytest.mark.parametrize("make_plugin", PLUGINS.values(), ids=PLUGINS)
-# Each of the steps below adds gradients that were rounded to half a few times in a row.
+# Relative error of weights: each step adds gradients with a few roundings to half precision.
 ERROR = {"fp16": 2**-7, "bf16": 2**-4}
 
 
 def errors(
     make: Callable[[], Regression], plugin: BalancedAMP, of: Callable[[Any], Tensor], **options: Any
 ) -> float:
-    """Return how far something ends from where it ends in fp32, of the way it has come."""
+    """Return the distance to fp32 of a quantity of the model, relative to its change in fp32."""
     start, ends = of(make()), []
     for each in (None, plugin):
         model = make()
@@ -44,7 +44,7 @@ def test_clipping_and_freezing_by_hand_equal_fp32(make_plugin: Any) -> None:
             assert self.norm < 100
 
         def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-            for p in self.network[3].parameters():  # as DINO freezes its last layer
+            for p in self.network[3].parameters():  # DINO freezes its last layer in this way
                 p.grad = None
 
     plugin = make_plugin()
@@ -58,7 +58,7 @@ def test_clipping_and_freezing_by_hand_equal_fp32(make_plugin: Any) -> None:
 @pytest.mark.slow
 @plugins
 def test_average_that_is_swapped_in_for_validation_keeps_its_bits(make_plugin: Any) -> None:
-    """Lightning's callback writes it into the weights, and half weights rounded it."""
+    """Lightning's callback writes the average into the weights, which half weights would round."""
     averages = weight_averaging()
     plugin, ends = make_plugin(), []
     start = parameters_of(Regression())
@@ -73,7 +73,7 @@ def test_average_that_is_swapped_in_for_validation_keeps_its_bits(make_plugin: A
 
 
 class Taught(Regression):
-    """Has a teacher that follows it, as in BYOL and MoCo."""
+    """Has an EMA teacher, as in BYOL and MoCo."""
 
     def __init__(self) -> None:
         super().__init__(make_optimizer=lambda _: SGD(self.network.parameters(), lr=0.1))
@@ -96,7 +96,7 @@ def test_ema_teacher_with_decay_0_999_follows_as_in_fp32(make_plugin: Any) -> No
 
 
 class Decays(pl.Callback):
-    """Takes 2e-4 of every weight a step: less than half a step of bf16."""
+    """Reduces every weight by 2e-4 of its value per step, less than half a ULP of bf16."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         for p in pl_module.parameters():
@@ -111,11 +111,11 @@ def test_weight_decay_by_a_callback_takes_effect(make_plugin: Any) -> None:
         return Regression(make_optimizer=lambda p: SGD(p, lr=1e-7))
 
     error = errors(make, plugin, parameters_of, callbacks=[Decays()])
-    assert error < 2**-10  # no product of half is part of it
+    assert error < 2**-10  # the weights are not products of half precision
 
 
 class Lookahead(Optimizer):
-    """Goes back half of every second step of another optimizer (arXiv:1907.08610)."""
+    """Averages with the weights of two inner steps before (arXiv:1907.08610)."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -151,7 +151,7 @@ def test_inner_optimizer_keeps_its_state(make_plugin: Any) -> None:
 
 
 class ScheduleFree(Optimizer):
-    """Steps one point, averages another, and takes gradients in between (arXiv:2405.15682)."""
+    """Schedule-free SGD: gradients between the stepped and averaged weights (arXiv:2405.15682)."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -185,7 +185,7 @@ def test_optimizer_that_writes_weights_from_its_state_trains_as_in_fp32(
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["bf16", pytest.param("fp16", marks=pytest.mark.sweep)])
 def test_gradients_of_500_batches_accumulate_in_fp32(half: str) -> None:
-    """In bf16 a sum stands still once it is 256 times its next term."""
+    """A bf16 sum stagnates when it is 256 times the next term."""
     count, plugin = 512, PLUGINS[half]()
     norms = []
     for each in (None, plugin):
@@ -214,7 +214,7 @@ def test_logit_scale_is_not_rounded(make_plugin: Any) -> None:
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @plugins
 def test_bytes_per_parameter_equal_the_docstring(make_plugin: Any, kind: str) -> None:
-    """Counted at rest, right after a step, for a layer of which all else is negligible."""
+    """Counted right after a step, for a layer so large that all else is negligible."""
     layers = {"sgd": lambda p: SGD(p, lr=0.1), "adam": lambda p: AdamW(p, lr=1e-3)}
     counted: list[float] = []
 
@@ -243,7 +243,7 @@ def test_bytes_per_parameter_equal_the_docstring(make_plugin: Any, kind: str) ->
 
 @pytest.mark.slow
 def test_zero_gradients_do_not_grow_the_loss_scale() -> None:
-    """Frozen for 100 steps, a scale that grows every 5 would climb by 2^20, and fall back."""
+    """In 100 steps with zero gradients, a scale that grows every 5 steps would rise by 2^20."""
 
     class Waits(Regression):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""BalancedAMP with models that are made in `configure_model`."""
+"""BalancedAMP with models that `configure_model` creates."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.precision.models import Regression, fit, loader, parameters_of, perce
 
 
 class _MadeLate(Regression):
-    """Makes its network where Lightning asks for it, on no device at first if so wanted."""
+    """Creates its network in `configure_model`, on the meta device if `is_meta`."""
 
     def __init__(self, is_meta: bool) -> None:
         super().__init__(nn.Identity)

@@ -34,7 +34,9 @@ def _train_with_ddp(rank: int) -> dict[str, Tensor]:
 
 def test_ddp_equals_one_process_with_the_global_batch_and_ranks_are_bitwise_equal() -> None:
     reference, start = Regression(make_optimizer=momentum), parameters_of(Regression())
-    assert (parameters_of(Regression(seed=1)) - start).norm() > 1  # ranks start apart
+    assert (
+        parameters_of(Regression(seed=1)) - start
+    ).norm() > 1  # initial weights differ between ranks
     fit(reference, BalancedAMP(loss_scale=2.0**10), batches())
     expected = parameters_of(reference)
     first, second = run_ranks(_train_with_ddp, RANKS)
@@ -42,11 +44,11 @@ def test_ddp_equals_one_process_with_the_global_batch_and_ranks_are_bitwise_equa
         assert torch.equal(first[reduce_dtype], second[reduce_dtype])
         error = (first[reduce_dtype] - expected).norm() / (expected - start).norm()
         assert error < 2**-8, reduce_dtype
-    assert not torch.equal(first["fp32"], first["fp32"].half().double())  # fp32 takes more bits
+    assert not torch.equal(first["fp32"], first["fp32"].half().double())  # more bits than half
 
 
 class _SmallestGradient(Regression):
-    """Has the gradient 2^-24, the smallest number of fp16, on every rank."""
+    """The gradient is 2^-24, the smallest fp16 number, on every rank."""
 
     def __init__(self) -> None:
         super().__init__(network=lambda: nn.Linear(4, 1, bias=False))
@@ -90,7 +92,7 @@ def test_all_ddp_ranks_skip_if_one_overflows() -> None:
 
 
 def _train_with_zero(rank: int) -> list[Tensor]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # the import warns about torch.jit
 
     ends = []
     for plugin in (None, BalancedAMP(loss_scale=2.0**10)):
@@ -103,7 +105,7 @@ def _train_with_zero(rank: int) -> list[Tensor]:
 
 
 def test_optimizer_with_sharded_states_trains_as_in_fp32() -> None:
-    """Torch's ZeroRedundancyOptimizer broadcasts what each rank has stepped into `p.data`."""
+    """ZeroRedundancyOptimizer broadcasts the stepped weights of each rank into `p.data`."""
     first, second = run_ranks(_train_with_zero, RANKS)
     assert torch.equal(first[1], second[1])
     start = parameters_of(Regression())
@@ -114,7 +116,7 @@ def test_optimizer_with_sharded_states_trains_as_in_fp32() -> None:
 
 
 class _TwoOptimizers(TinyCLIP):
-    """Steps its towers one after the other, each on a loss of its own, in every batch."""
+    """Steps its towers one after the other, each with its own loss, in every batch."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0, automatic=False)
@@ -150,7 +152,7 @@ def _train_with_inf_cl(rank: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
 
 
 def test_inf_cl_in_half_precision_equals_fp32_while_the_loss_scale_grows() -> None:
-    """A replay must not move the scale between a backward and its step."""
+    """A replay must not change the loss scale between a backward and its step."""
     first, second = run_ranks(_train_with_inf_cl, RANKS)
     for name, (start, expected, value) in first.items():
         assert torch.equal(value, second[name][2])

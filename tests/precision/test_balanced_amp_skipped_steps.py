@@ -1,4 +1,4 @@
-"""Steps that the loss scale skips do not count: nothing that counts or averages may see them."""
+"""Skipped steps change no weight, state, counter, schedule or average."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def adam(parameters: Any) -> Adam:
 
 
 def make_plugin(weights: str = "half") -> ScaledPrecision:
-    """Return PureFP16 for "pure" weights, else BalancedAMP."""
+    """Return PureFP16 for `"pure"`, otherwise BalancedAMP with these weights."""
     config = LossScaleConfig(init_scale=2.0**10)
     if weights == "pure":
         return PureFP16(loss_scale=config)
@@ -33,7 +33,7 @@ def make_plugin(weights: str = "half") -> ScaledPrecision:
 
 
 class WithScales(Regression):
-    """Writes down the loss scale of every batch."""
+    """Records the loss scale of every batch."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.scales = [*getattr(self, "scales", []), self.trainer.precision_plugin.scaler.scale]
@@ -41,7 +41,7 @@ class WithScales(Regression):
 
 @settings
 def test_skipped_steps_change_no_weight_state_count_or_schedule(weights: str) -> None:
-    """Lightning#5558, #16228, #18828, #21339: torch's scaler leaves 6 steps and 6 decays."""
+    """With torch's scaler, all 6 steps and decays count (Lightning#5558, 16228, 18828, 21339)."""
     plugin = make_plugin(weights)
     model = WithScales(make_optimizer=adam, bad_batches=BAD, interval="step")
     trainer = fit(model, plugin, loader(BATCHES))
@@ -170,6 +170,6 @@ def test_skips_at_the_floor_raise_and_name_the_first_non_finite_gradient() -> No
     model = Regression(bad_batches=range(99))
     with pytest.raises(FloatingPointError, match=r"3 consecutive training steps.*'?network\.0\."):
         fit(model, BalancedAMP(loss_scale=scale), loader(10))
-    assert len(model.losses) == 4  # one that halves the scale, and three at its floor
+    assert len(model.losses) == 4  # one step halves the scale, three are at the floor
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert {p.dtype for p in model.parameters()} == {torch.float32}

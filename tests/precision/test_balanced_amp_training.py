@@ -1,4 +1,4 @@
-"""What BalancedAMP makes of a tiny transformer; its loss is in test_parity_with_fp32.py."""
+"""Dtypes and weights of a small transformer under BalancedAMP."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @pytest.mark.slow
 def test_master_weights_keep_updates_that_half_weights_lose() -> None:
-    """The reason for fp32 weights: here no update reaches 2^-12 of a weight."""
+    """No update reaches 2^-12 of a weight here, so half weights would not change."""
 
     def make() -> Regression:
         return Regression(Transformer, lambda p: SGD(p, lr=2e-5), seed=0)
@@ -31,7 +31,7 @@ def test_master_weights_keep_updates_that_half_weights_lose() -> None:
 
 
 class _Records(TorchFunctionMode):
-    """Writes down the dtype of the weights that functions are called with."""
+    """Records the dtypes of weights in function calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Records(TorchFunctionMode):
 
 
 class _Dtypes(Regression):
-    """Writes down what modules compute with, what they return, and what rests between them."""
+    """Records the dtypes of weights and outputs in modules, and of weights between them."""
 
     def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
         self.outputs: dict[str, torch.dtype] = {}
@@ -73,11 +73,11 @@ def test_weights_and_activations_have_the_dtypes_of_the_setting(half: Any, weigh
     assert model.at_rest == {torch.float32}
     assert all(p is q for p, q in zip(model.parameters(), own, strict=True))
     computing = HALVES[half] if weights == "half" else torch.float32
-    # The embedding and four layers of block 0; four of block 1 and the head.
+    # The embedding and four layers of block 0; four layers of block 1 and the head.
     assert model.weights_seen["linear"] == [computing] * 5 + [torch.float32] * 5
     assert model.weights_seen["layer_norm"] == [torch.float32] * 5
     assert model.outputs["blocks.0.qkv"] == HALVES[half]
-    # The position is a parameter of the network itself, in half while that computes.
+    # The network itself has one parameter, the position, which is half during its forward.
     stream = HALVES[half] if weights == "half" else torch.float32
     assert model.outputs["blocks.0.norm1"] == model.outputs["blocks.0"] == stream
 

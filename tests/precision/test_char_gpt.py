@@ -1,4 +1,4 @@
-"""A character GPT on this repository's text learns; precisions are compared in the sweep."""
+"""The character GPT predicts the next character; the sweep compares precisions."""
 
 import math
 

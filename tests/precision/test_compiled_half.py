@@ -1,4 +1,4 @@
-"""`torch.compile` under PureFP16: uneven batches, whole graphs, and one graph for equal blocks."""
+"""`torch.compile` under PureFP16 with batches of two sizes and with equal blocks."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ def _fresh_dynamo() -> Any:
 
 
 def uneven() -> DataLoader:
-    """Return two whole batches and a last one of 5 samples."""
+    """Return two batches of 16 samples and a last batch of 5."""
     return DataLoader(rows(37), batch_size=16)
 
 
 class Whole(nn.Module):
-    """A perceptron in one graph, compiled anew for every shape."""
+    """A perceptron that compiles to one graph for each shape."""
 
     def __init__(self, backend: Any) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_smaller_last_batch_compiles_to_one_graph_and_trains_as_in_eager_mode(
         model.automatic_optimization = not manual
         fit(model, PureFP16(half=half), uneven(), max_epochs=2)
         ends.append(model)
-    assert counter.frame_count == 2  # of 16 samples and of 5
+    assert counter.frame_count == 2  # one graph for 16 samples and one for 5
     start = parameters_of(Regression(lambda: Whole(None)))
     assert relative(ends[1], ends[0], start) < {"fp16": 2**-7, "bf16": 2**-4}[half]
 
@@ -82,5 +82,5 @@ def test_equal_clamped_blocks_are_compiled_once() -> None:
 
         plugin = PureFP16(inf_clamp=["Block", "Linear"])
         fit(Regression(network), plugin, sequences(3))
-        assert len(plugin.inf_clamp.names) == 2 + 5 * blocks  # embed, head, and of each block five
+        assert len(plugin.inf_clamp.names) == 2 + 5 * blocks  # embed, head, five in each block
     assert graphs[4].frame_count == graphs[1].frame_count

@@ -1,4 +1,4 @@
-"""Modules named in `fp32_modules` compute in fp32, so that what overflows half in them does not."""
+"""Modules in `fp32_modules` compute in fp32, so their values do not overflow."""
 
 import contextlib
 import copy
@@ -14,7 +14,7 @@ from tests.precision.models import Regression, fit, loader, perceptron
 
 
 class _Notes(Regression):
-    """Writes down what goes into and comes out of every leaf."""
+    """Records the dtypes of inputs and outputs of every leaf module."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -36,7 +36,7 @@ def test_linear_layer_in_fp32_modules_computes_in_fp32(weights: Any) -> None:
     fit(model, BalancedAMP(weights=weights, fp32_modules=["norm", "network.3"]), loader(2))
     assert model.seen["3"][1] == torch.float32
     assert model.seen["0"][1] == torch.float16
-    assert model.seen["2"] == (torch.float16, torch.float16)  # the norm is the policy's business
+    assert model.seen["2"] == (torch.float16, torch.float16)  # the op policy handles the norm
 
 
 def test_frozen_half_layer_in_fp32_modules_computes_in_fp32() -> None:
@@ -49,7 +49,7 @@ def test_frozen_half_layer_in_fp32_modules_computes_in_fp32() -> None:
 
 
 def big() -> nn.Module:
-    """Return a network of which one layer makes values around 300,000."""
+    """Return a network in which one layer returns values near 300,000."""
     network = perceptron()
     with torch.no_grad():
         network[0].bias.fill_(30_000.0)

@@ -42,7 +42,7 @@ CLIPPING = {
 
 
 class _Network(Transformer):
-    """Can have inf in the gradient of its last bias alone, which is in the shard of one rank."""
+    """Its last bias, in the shard of one rank, can have an inf gradient."""
 
     is_bad = False
 
@@ -54,7 +54,7 @@ class _Network(Transformer):
 
 
 class _Model(Regression):
-    """Shards itself where it should, and gathers its weights when training ends."""
+    """Shards itself if required, and gathers its weights when training ends."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(_Network, **kwargs)
@@ -102,14 +102,14 @@ class _SelfSharding(_Model):
 
 
 class _Manual(_Model):
-    """Steps the blocks and the rest one after the other, each clipped by its own norm."""
+    """Steps two optimizers, for the blocks and the rest, each clipped by its own norm."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
     def configure_model(self) -> None:
-        # FSDP refuses a backward inside its forward, where a wrapped `training_step` would be.
+        # FSDP does not support a backward inside its forward, which wraps `training_step`.
         plugin = self.trainer.precision_plugin
         is_wrapped = isinstance(self.network, FullyShardedDataParallel)
         if isinstance(plugin, FSDPBalancedAMP) and not is_wrapped:
@@ -138,7 +138,7 @@ class _Manual(_Model):
 
 
 class _CPUStrategy(FSDPStrategy):
-    """Runs where torch and Lightning want a GPU for FSDP, but do not need one."""
+    """Runs FSDP on a CPU by overriding checks for a GPU in torch and Lightning."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
@@ -156,7 +156,7 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def batches(rank: int | None = None) -> DataLoader:
-    """Return whole batches, or a rank's half of every one."""
+    """Return global batches, or the rank's half of each batch."""
     rows = slice(None) if rank is None else slice(rank, None, RANKS)
     parts = [[part[rows] for part in batch] for batch in sequences(STEPS, 16)]
     return DataLoader(parts, batch_size=None)
@@ -173,7 +173,7 @@ def momentum(parameters: Any) -> SGD:
 def fit_on_ranks(model: Any, plugin: Any, rank: int, wrap: Any = None, **kwargs: Any) -> Any:
     strategy: Any = ModelParallelStrategy(RANKS, 1)
     if isinstance(plugin, FSDPBalancedAMP):
-        # Not "full": on the CPU, collecting full weights crashes in torch with any plugin.
+        # Not "full", because torch crashes when it gathers full weights on a CPU.
         strategy = _CPUStrategy(
             auto_wrap_policy={Block} if wrap is None else wrap, state_dict_type="sharded"
         )
@@ -236,7 +236,7 @@ def reference(model: _Model, **kwargs: Any) -> Tensor:
 
 @pytest.mark.parametrize("kind", PLUGINS)
 def test_two_ranks_equal_one_process_in_fp32(results: Any, kind: str) -> None:
-    """FSDPPrecision takes no scaler, and would drop it (Lightning#19803)."""
+    """FSDPPrecision of Lightning ignores a loss scaler (Lightning#19803)."""
     result = results[f"{kind} fp16"]
     assert error_of(result["end"], reference(_Model(make_optimizer=momentum))) < 2**-9
     assert result["global_step"] == STEPS
@@ -264,10 +264,10 @@ def test_fp32_modules_stay_fp32_under_a_size_based_wrap_policy(results: Any) -> 
 @pytest.mark.parametrize("kind", PLUGINS)
 @pytest.mark.parametrize("name", [*CLIPPING, "bf16 norm"])
 def test_clipping_equals_one_process_in_fp32(results: Any, kind: str, name: str) -> None:
-    """FSDPPrecision refuses to clip by norm (Lightning#19235)."""
+    """FSDPPrecision of Lightning does not clip by norm (Lightning#19235)."""
     expected = reference(_Model(), **CLIPPING[name.split()[-1]])
     result, bound = results[f"{kind} {name}"], 2**-7 if "bf16" in name else 2**-9
-    assert error_of(reference(_Model()), expected) > 0.3  # clipping matters
+    assert error_of(reference(_Model()), expected) > 0.3  # clipping changes the result
     assert error_of(result["end"], expected) < bound
     assert min(result["norms"]) > CLIPPING["norm"]["gradient_clip_val"]
 
@@ -367,7 +367,7 @@ def test_norm_that_fsdp_would_gather_in_half_raises() -> None:
 
 
 class _StepsPastThePlugin(_Model):
-    """Has an optimizer over its shards that no plugin was given."""
+    """Steps an optimizer of its shards that `configure_optimizers` does not return."""
 
     def on_fit_start(self) -> None:
         self.own = SGD(self.network.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Half weights and their residuals, with plain torch optimizers and without a Trainer."""
+"""Half weights and their residuals with torch optimizers, without a Trainer."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +17,7 @@ half_dtypes = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])
 
 
 class Tied(nn.Module):
-    """A norm, a buffer, a tied weight, and parameters that are not in fp32."""
+    """Has a norm, a buffer, a tied weight, and parameters of other dtypes than fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def step(weights: HalfWeights, optimizer: Optimizer) -> None:
 
 
 def kept_of(values: dict[str, Tensor], half: torch.dtype) -> dict[str, Tensor]:
-    """Return what weight and residual keep of a model's values."""
+    """Return the sums of weights and residuals for the values of a model."""
     untouched = ("body.1.weight", "body.1.bias", "wide", "angles")
     return {
         name: value
@@ -100,7 +100,7 @@ def test_weight_shared_with_an_fp32_module_stays_fp32() -> None:
     weights.convert(model, [model.head])
     assert model.body[0].weight.dtype == model.head.bias.dtype == torch.float32
     assert model.body[0].bias.dtype == model.body[2].weight.dtype == torch.float16
-    # Of body[0] the bias, of the norm both, of body[2] the weight.
+    # The bias of body[0], both parameters of the norm, and the weight of body[2].
     assert sum(p in weights for p in model.parameters()) == 4
 
 
@@ -173,7 +173,7 @@ def test_deepcopy_of_a_converted_model_is_a_plain_half_model() -> None:
 
 @pytest.mark.parametrize(("half", "bits"), [(torch.float16, 11), (torch.bfloat16, 8)])
 def test_updates_below_half_a_ulp_accumulate_in_residuals(half: torch.dtype, bits: int) -> None:
-    update = 0.875 * 2.0**-bits  # the neighbours of a weight of 1 are 2^(1-bits) away
+    update = 0.875 * 2.0**-bits  # a ULP above 1 is 2^(1-bits)
     plain = nn.Parameter(torch.ones(4, dtype=half))
     holder = nn.Module()
     holder.weight = nn.Parameter(torch.ones(4))
@@ -190,7 +190,7 @@ def test_updates_below_half_a_ulp_accumulate_in_residuals(half: torch.dtype, bit
             else:
                 step(weights, optimizer)
     assert torch.equal(plain, torch.ones_like(plain))
-    # All of these sums fit into weight and residual.
+    # Weight and residual represent all of these sums exactly.
     assert torch.equal(weights.read(holder.weight), torch.full((4,), 1 + 96 * update))
 
 
@@ -209,12 +209,12 @@ def test_write_to_a_half_weight_overrides_its_residual(
     model, weights = converted()
     weight = model.body[0].weight
     old, new = weights.read(weight), torch.randn(6, 6)
-    new[:2] = weight[:2].detach().float()  # where nothing new is written, the residual counts
+    new[:2] = weight[:2].detach().float()  # an equal value keeps the residual
     new[2] = 0
     write(weight, new)
     value = weights.read(weight)
     assert torch.equal(value[:2], old[:2])
-    assert torch.equal(value.half(), new.half())  # no residual makes another weight of it
+    assert torch.equal(value.half(), new.half())  # the old residual is not added
     assert torch.equal(model.state_dict()["body.0.weight"], value)
     assert (value[2].abs() <= 2.0**-25).all()
 
@@ -231,7 +231,7 @@ def test_writes_to_exposed_weights_keep_22_bits_in_the_same_parameters() -> None
         assert model.head.weight is model.body[0].weight
         assert same(model.state_dict(), before)
         for p in inside.values():
-            p.data.lerp_(torch.ones_like(p), 2.0**-13)  # less than half of half's steps
+            p.data.lerp_(torch.ones_like(p), 2.0**-13)  # less than half a ULP
     for name, value in model.state_dict().items():
         expected = before[name]
         if name in inside or name == "head.weight":
@@ -242,7 +242,7 @@ def test_writes_to_exposed_weights_keep_22_bits_in_the_same_parameters() -> None
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert addresses == [p.data_ptr() for p in model.parameters()]
     model.body[0].weight.float().sum().backward()
-    assert grads == [torch.float16]  # hooks on the accumulation, such as DDP's, are still there
+    assert grads == [torch.float16]  # hooks such as those of DDP are kept
 
 
 def test_exposed_weights_are_converted_back_after_an_exception() -> None:
@@ -270,7 +270,7 @@ def test_steps_equal_those_of_fp32_weights_with_the_same_gradients(
     model, weights = converted()
     plain = Tied()
     plain.load_state_dict(model.state_dict())
-    # Adagrad makes its state at once, in fp16.
+    # Adagrad creates its state in the constructor, in fp16.
     optimizers = [make(m.parameters(), lr=0.01, fused=fused) for m in (plain, model)]
     weights.attach(optimizers[1])
     for _ in range(5):
@@ -279,7 +279,7 @@ def test_steps_equal_those_of_fp32_weights_with_the_same_gradients(
             a.grad = b.grad.clone()
         optimizers[0].step()
         step(weights, optimizers[1])
-    # Five steps of 0.01 at most, each of which ends in 22 bits.
+    # Five steps of at most 0.01, each rounded to 22 bits.
     near = {"rtol": 5 * 2.0**-22, "atol": 5 * (0.05 * 2.0**-22 + 2.0**-35)}
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), **near)
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
@@ -309,7 +309,7 @@ def test_optimizer_state_loads_as_fp32_and_param_groups_hold_working_weights_bet
         step(weights, optimizer)
         assert_at_rest(optimizer, model)
     saved = copy.deepcopy(optimizer.state_dict())
-    assert 0 < saved["state"][0]["exp_avg_sq"].max() < 2**-25  # nothing, in fp16
+    assert 0 < saved["state"][0]["exp_avg_sq"].max() < 2**-25  # zero in fp16
     fresh = Adam(model.parameters(), lr=0.01)
     weights.attach(fresh)
     fresh.load_state_dict(copy.deepcopy(saved))
@@ -334,7 +334,11 @@ def test_param_groups_hold_working_weights_after_a_failed_step() -> None:
         step(weights, optimizer)
     assert_at_rest(optimizer, model)
     for name, value in model.state_dict().items():
-        if name not in ("body.1.weight", "body.1.bias", "wide"):  # which the optimizer has moved
+        if name not in (
+            "body.1.weight",
+            "body.1.bias",
+            "wide",
+        ):  # parameters that the optimizer has changed
             assert torch.equal(value, before[name])
 
 

@@ -116,7 +116,7 @@ def test_auto_in_fp16_clamps_the_sum_that_a_block_returns() -> None:
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9])
 def test_value_before_dropout_is_the_largest_that_dropout_keeps_finite(p: float) -> None:
     top = _top_before(p)
-    finite = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)  # in rising order
+    finite = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)  # in ascending order
     torch.manual_seed(0)
     kept = nn.functional.dropout(finite.expand(200, -1).contiguous(), p).amax(dim=0)
     at = int((finite == top).nonzero())
@@ -189,7 +189,7 @@ def test_auto_clamps_a_norm_input_passed_by_keyword() -> None:
     ("names", "expected"),
     [
         (["1.fc2"], ("1.fc2",)),
-        (["1"], ("1",)),  # not what is inside
+        (["1"], ("1",)),  # without its children
         (["Linear"], ("0.fc2", "1.fc2")),
         (["Block"], ("0", "1")),
         (["Block", "0.fc2"], ("0", "0.fc2", "1")),

@@ -1,4 +1,4 @@
-"""Hugging Face models with weights scaled until fp16 overflows, with and without the clamp."""
+"""Models of transformers that overflow in fp16, with and without the clamp."""
 
 import contextlib
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ INNER_LAYERS = ("v_proj", "fc1", "c_attn", "c_fc")
 
 
 def make(kind: str, peak: float = 1.0) -> nn.Module:
-    """Make a model whose last layers have weights `peak` times as large, up to 60000."""
+    """Return a model with the weights of its last layers multiplied by `peak`, up to 60000."""
     torch.manual_seed(0)
     model, config, arguments = MODELS[kind]
     made = getattr(transformers, model)(getattr(transformers, config)(**arguments))
@@ -56,7 +56,7 @@ def half(model: nn.Module) -> nn.Module:
 
 
 def half_but_wo(model: nn.Module) -> nn.Module:
-    """Cast as `T5.from_pretrained(..., dtype=torch.float16)` does."""
+    """Cast a model as `T5.from_pretrained(..., dtype=torch.float16)` does, with `wo` in fp32."""
     model.half()
     for path, module in model.named_modules():
         if path.endswith(".wo"):
@@ -116,7 +116,7 @@ def cases() -> Iterator[object]:
 def test_clamp_makes_forward_and_backward_of_an_overflowing_model_finite(
     kind: str, setting: Setting, factor: float
 ) -> None:
-    """The first factor overflows here and there, the second nearly everywhere."""
+    """The first factor causes a few overflows, the second overflows nearly everywhere."""
     model = setting.convert(make(kind, (3e4 if kind in T5_LIKE else 1e6) * factor))
     without = step(model, context_of(setting))
     assert without.non_finite_logits() > 0
@@ -143,7 +143,7 @@ def test_clamp_without_overflow_changes_no_bit(kind: str, setting: Setting, grad
     assert torch.equal(result.logits, without.logits)
     assert result.gradients.keys() == without.gradients.keys()
     for name, grad in result.gradients.items():
-        # The sums of gradients in the stream are taken in another order.
+        # Gradients in the residual stream are summed in another order.
         size = float(without.gradients[name].abs().max())
         torch.testing.assert_close(grad, without.gradients[name], rtol=0.0, atol=size * 2**-6)
 
@@ -161,7 +161,7 @@ def test_own_clamp_of_t5_does_not_prevent_nan_under_autocast(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", T5_LIKE)
 def test_own_clamp_of_t5_does_not_prevent_nan_with_dropout(kind: str) -> None:
-    """It comes after dropout, which makes NaN of the infs that it drops."""
+    """T5 clamps after dropout, which turns dropped inf values into NaN."""
     assert step(half(make(kind, 1e5)), context_of(HALF)).non_finite_logits() > 0
 
 
@@ -170,7 +170,7 @@ def test_own_clamp_of_t5_does_not_prevent_nan_with_dropout(kind: str) -> None:
 def test_clamp_under_the_op_policy_makes_forward_and_backward_finite(
     kind: str, norm_output: str
 ) -> None:
-    """With norms in fp32 and a loss scale, as under `BalancedAMP(weights="full")`."""
+    """Norms are in fp32 and the loss is scaled, as under `BalancedAMP(weights="full")`."""
     policy = OpPolicy(norm_output=norm_output)
     model = make(kind, 1e5 if kind in T5_LIKE else 3e6)
     without = step(model, policy.context("cpu", torch.float16))
@@ -186,7 +186,7 @@ def test_clamp_under_the_op_policy_makes_forward_and_backward_finite(
 def test_clamp_handles_overflow_in_a_sum_of_finite_values(
     kind: str,
 ) -> None:
-    """No writer returns an inf here: two values of 40000 add up to one in the stream."""
+    """No module returns inf; the sum of two values of 40000 overflows in the residual stream."""
     model = half(make(kind).eval())
     for path, module in model.named_modules():
         if path.split(".")[-1] in LAST_LAYERS:
@@ -203,7 +203,7 @@ def test_clamp_handles_overflow_in_a_sum_of_finite_values(
 
 
 def test_clamp_handles_overflow_in_a_dropout_module() -> None:
-    """60000 / (1 - 0.1) is 66667: a finite `wo`, an infinite dropout, and an fp32 stream."""
+    """`wo` returns 60000, and dropout scales it to 60000 / (1 - 0.1) = 66667, which overflows."""
     model = make("t5")
     first = model.encoder.block[0].layer[1].DenseReluDense
     first.wo.register_forward_hook(lambda module, args, output: torch.full_like(output, 60000))
@@ -219,7 +219,7 @@ def test_clamp_handles_overflow_in_a_dropout_module() -> None:
 def test_clamp_handles_overflow_in_functional_dropout(
     setting: Setting,
 ) -> None:
-    """BART's layers call dropout as a function, where no hook can be."""
+    """Layers of BART call dropout as a function, which has no hooks."""
     model = setting.convert(make("pegasus"))
     fc2 = model.model.decoder.layers[0].fc2
     fc2.register_forward_hook(lambda module, args, output: torch.full_like(output, 60000))
@@ -230,7 +230,7 @@ def test_clamp_handles_overflow_in_functional_dropout(
     assert counted == {"model.decoder.layers.0.fc2": 2 * 7 * 32}
     clamp.reset_counts()
     assert step(model.eval(), context_of(setting)).non_finite_logits() == 0
-    assert clamp.counts().sum() == 0  # without dropout 60000 is fine
+    assert clamp.counts().sum() == 0  # 60000 is finite without dropout
 
 
 def test_value_leaves_headroom_for_dropout_unlike_that_of_t5() -> None:

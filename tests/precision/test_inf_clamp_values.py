@@ -1,4 +1,4 @@
-"""InfClamp's value, as T5 has another one, and nested tensors of both layouts."""
+"""Argument `value` of `InfClamp`, and nested tensors of both layouts."""
 
 import inspect
 
@@ -39,7 +39,7 @@ def test_value_64504_equals_the_clamp_of_t5() -> None:
     block = T5Block(config, has_relative_attention_bias=True).half().eval()
     block.layer[-1].DenseReluDense.wo.weight.data.fill_(6e4)
     x = torch.randn(1, 3, 8).half()
-    # transformers 4 has to be told where the tokens stand.
+    # transformers 4 needs explicit cache positions.
     told = {"cache_position": torch.arange(3)} if _takes_positions(block) else {}
     own = block(x, **told)[0]
     assert (own.abs() == 64512).any()
@@ -47,7 +47,7 @@ def test_value_64504_equals_the_clamp_of_t5() -> None:
     inside: list[Tensor] = []
     block.layer[-1].register_forward_hook(lambda _, __, out: inside.append(out))
     assert torch.equal(block(x, **told)[0], own)
-    assert torch.equal(inside[0], own)  # before T5's clamp, which has nothing left to do
+    assert torch.equal(inside[0], own)  # clamped before the clamp of T5
     assert clamp.counted()["layer.1"] == (own.abs() == 64512).sum()
 
 

@@ -1,4 +1,4 @@
-"""Who writes to a weight, and who steps it: taken over, or refused by a sentence."""
+"""User code that writes or steps weights works as in fp32, or raises or warns."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -23,7 +23,10 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "PureFP16 bf16": lambda: PureFP16(half="bf16"),
 }
 plugins = pytest.mark.parametrize("make_plugin", PLUGINS.values(), ids=PLUGINS)
-BOUND = {torch.float16: 2**-6, torch.bfloat16: 2**-4}  # of the way, after a few steps
+BOUND = {
+    torch.float16: 2**-6,
+    torch.bfloat16: 2**-4,
+}  # relative to the change of weights, after a few steps
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +42,7 @@ def _no_global_hooks_are_left() -> Iterator[None]:
 
 
 class Taught(Regression):
-    """Has a frozen teacher that follows its student by 2^-13 a step, written from outside."""
+    """Has a frozen EMA teacher with a rate of 2^-13 per step that user code updates."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -65,8 +68,8 @@ def test_teacher_updated_through_state_dict_follows_as_in_fp32(half: Any) -> Non
     fit(plain, None, loader(30, batch_size=4))
     fit(model, PureFP16(half=half), loader(30, batch_size=4))
     way = parameters_of(plain.teacher) - start
-    # The residual resolves 2^-22 (2^-16 in bf16) of a weight, as often as it is written; and frozen
-    # weights start from their half values.
+    # Each write rounds to 2^-22 (2^-16 in bf16) of a weight, and frozen weights start from their
+    # half values.
     bits, bits_of_half = {"fp16": (22, 11), "bf16": (16, 8)}[half]
     rounding = (30**0.5 * 2.0**-bits + 2.0 ** -(bits_of_half + 1)) * start.norm()
     missed = (parameters_of(model.teacher) - parameters_of(plain.teacher)).norm()
@@ -159,7 +162,7 @@ def test_optimizers_with_a_closure_run_in_bf16_or_raise_at_the_start(
 
 
 class Averaging(SGD):
-    """Moves weights to an average for evaluation and back, as ScheduleFree does."""
+    """Replaces weights by their average for evaluation, as ScheduleFree does."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -263,7 +266,7 @@ def test_parametrized_weights_stay_in_fp32_and_train_as_in_fp32(make_plugin: Any
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-# Not BalancedAMP in bf16 beside fp16: TorchScript would meet the dtypes of both in one process.
+# BalancedAMP in bf16 is left out: TorchScript would see both half dtypes in one process.
 @pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16, PLUGINS["PureFP16 bf16"]])
 def test_torchscript_module_computes_or_raises_with_its_name(make_plugin: Any) -> None:
     model, plugin = Regression(lambda: torch.jit.script(perceptron())), make_plugin()
@@ -279,7 +282,7 @@ def test_torchscript_module_computes_or_raises_with_its_name(make_plugin: Any) -
 
 
 class Adapted(nn.Module):
-    """A frozen base with a trained addition of low rank."""
+    """A frozen layer plus a trainable low-rank layer (LoRA)."""
 
     def __init__(self, base: torch.dtype = torch.float32) -> None:
         super().__init__()

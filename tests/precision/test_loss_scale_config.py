@@ -1,4 +1,4 @@
-"""What a configuration of the loss scale accepts, and what plugins make of what it leaves open."""
+"""Accepted values of `LossScaleConfig`, and defaults that depend on the plugin."""
 
 import math
 import re
@@ -37,7 +37,7 @@ def test_config_values_out_of_range_raise() -> None:
     for limits in ({"init_scale": 0.5}, {"init_scale": 2.0**25}, {"min_scale": 4, "max_scale": 2}):
         with pytest.raises(ValueError, match=r"^Passed `LossScaleConfig\(init_scale=.*be between"):
             LossScaleConfig(**limits)
-        LossScaleConfig(**limits, dynamic=False)  # which has no limits
+        LossScaleConfig(**limits, dynamic=False)  # a static scale has no limits
 
 
 def test_parse_accepts_dynamic_numbers_and_configs_only() -> None:

@@ -1,4 +1,4 @@
-"""The loss scale against torch's, and where torch's goes wrong."""
+"""`LossScaler` equals torch's `GradScaler`, except where `GradScaler` fails."""
 
 import math
 from collections.abc import Callable
@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from lightning_mp import LossScaleConfig
 from lightning_mp.precision.loss_scaler import LossScaler
 
-# torch has neither floor nor ceiling; these are out of reach.
+# torch has neither floor nor ceiling; no test reaches these limits.
 AS_TORCH: dict[str, Any] = {"min_scale": 2.0**-126, "max_scale": 2.0**126}
 BAD, GOOD = torch.tensor(1.0), torch.tensor(0.0)
-FP16 = LossScaleConfig.parse("dynamic", torch.float16)  # for gradients that rest in fp16
-X3 = {"init_scale": 64, "hysteresis": 3, "growth_interval": 2}  # spares two overflows a growth
+FP16 = LossScaleConfig.parse("dynamic", torch.float16)  # for fp16 gradients
+X3 = {
+    "init_scale": 64,
+    "hysteresis": 3,
+    "growth_interval": 2,
+}  # two overflows between growths cause no backoff
 
 
 def _step(scaler: LossScaler, overflows: bool) -> float:
@@ -29,13 +33,13 @@ def _overflows(count: int, probability: float, seed: int = 0) -> list[bool]:
 
 
 class TorchLoop:
-    """One weight under torch's `GradScaler`, with the scaled gradient that a test gives it."""
+    """One weight under torch's `GradScaler`, with scaled gradients chosen by the test."""
 
     def __init__(self, **config: Any) -> None:
         self.weight = nn.Parameter(torch.zeros(1))
         self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
         self.scaler = torch.amp.GradScaler("cpu", **config)
-        self.scaler.scale(torch.ones(1))  # makes its tensors
+        self.scaler.scale(torch.ones(1))  # creates its tensors
 
     def step(self, overflows: bool) -> float:
         self.weight.grad = torch.tensor([math.inf if overflows else 0.0])
@@ -44,7 +48,7 @@ class TorchLoop:
         return float(self.scaler.get_scale())
 
 
-# The probability lets the scale wander up as often as down, so that it does not leave fp32.
+# With this probability, growth and backoff are equally frequent, so the scale stays in fp32.
 @pytest.mark.parametrize(("interval", "probability"), [(1, 0.5), (3, 0.2), (7, 0.1)])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_scale_over_overflows_equals_torch(interval: int, probability: float, seed: int) -> None:
@@ -59,7 +63,7 @@ def test_scale_over_overflows_equals_torch(interval: int, probability: float, se
 
 
 def test_scale_stays_at_the_floor_while_that_of_torch_reaches_zero() -> None:
-    """torch: below 1 after 17 overflows in a row, 0.0 after 166."""
+    """The scale of torch is below 1 after 17 consecutive overflows, and 0.0 after 166."""
     ours, theirs = LossScaler(LossScaleConfig(patience=1000)), TorchLoop()
     scales = [(_step(ours, True), theirs.step(True)) for _ in range(166)]
     assert [theirs for _, theirs in scales].index(0.5) == 16
@@ -72,7 +76,7 @@ def test_scale_stays_at_the_floor_while_that_of_torch_reaches_zero() -> None:
     [
         ({"growth_factor": 1.5, "backoff_factor": 0.1}, ".x.xx", [150, 15, 22.5, 2.25, 1]),
         ({"growth_factor": 3, "max_scale": 500}, "...", [300, 500, 500]),
-        # The spared need not be adjacent, and a good step between does not refill; growth does.
+        # Tolerated overflows need not be adjacent; only a growth resets their count.
         (X3, "x.xxx..xxx", [64, 64, 64, 32, 16, 16, 32, 32, 32, 16]),
         ({**X3, "max_scale": 64}, "xx..xxx", [64, 64, 64, 64, 64, 64, 32]),
         ({"dynamic": False}, "xx.x..xx", [100] * 8),
@@ -104,7 +108,7 @@ def test_scale_loss_multiplies_in_fp32_or_wider(dtype: torch.dtype) -> None:
         assert scaled.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert scaled.item() == loss.item() * scale
         scaled.backward()
-        # What an fp16 loss hands on to backward is fp16 all the same.
+        # The gradient of an fp16 loss is fp16 nevertheless.
         is_too_large = dtype == torch.float16 and scale == 2.0**16
         assert loss.grad == (math.inf if is_too_large else scale)
 
@@ -166,7 +170,7 @@ def test_unscale_handles_complex_gradients(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("scale", "gradient"), [(2.0**-128, 1e-30), (2.0**-20, 1e36)])
 def test_unscale_finds_inf_that_torch_misses(scale: float, gradient: float) -> None:
-    """torch looks at gradients before it multiplies them; the fp32 inverse of 2^-128 is inf."""
+    """torch checks gradients before it unscales them; the fp32 inverse of 2^-128 is inf."""
     theirs = TorchLoop(init_scale=scale)
     theirs.weight.grad = torch.full((1,), gradient)
     theirs.scaler.step(theirs.optimizer)
@@ -182,7 +186,7 @@ def test_unscale_finds_inf_that_torch_misses(scale: float, gradient: float) -> N
 
 @pytest.mark.slow
 def test_unscaling_in_fp16_underflows_where_fp32_does_not() -> None:
-    """The shares of N(0, 1e-7) gradients that are named in the errors and docstrings."""
+    """Errors and docstrings state these shares of underflow for gradients from N(0, 1e-7)."""
     gradient = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0)) * 1e-7
 
     def share_of_zeros(values: Tensor) -> float:
@@ -191,7 +195,7 @@ def test_unscaling_in_fp16_underflows_where_fp32_does_not() -> None:
     half = (gradient * 2**16).half()
     full = half.float()
     LossScaler(LossScaleConfig()).unscale_([full])
-    for flushed in (half / 2**16, gradient.half()):  # unscaled in fp16, or never scaled
+    for flushed in (half / 2**16, gradient.half()):  # unscaled in fp16, or not scaled at all
         assert share_of_zeros(flushed) == pytest.approx(0.234, abs=0.001)
     assert share_of_zeros(full) < 1e-5
     start = FP16.init_scale
@@ -214,18 +218,18 @@ def test_optimizers_skip_independently_and_the_scale_changes_once() -> None:
     assert [scaler.record(found_inf) for found_inf in (GOOD, BAD, GOOD)] == [True, False, True]
     assert scaler.last_step_skipped
     assert (scaler.scale, scaler.skipped_steps) == (2.0**16, 0)
-    assert [scaler.update() for _ in range(3)] == [0.5, 1, 1]  # nothing is recorded for the others
+    assert [scaler.update() for _ in range(3)] == [0.5, 1, 1]  # the other steps have no record
     assert scaler.last_step_skipped
     assert (scaler.scale, scaler.skipped_steps, scaler.good_steps_in_a_row) == (2.0**15, 1, 0)
     assert scaler.record(GOOD)
-    assert not scaler.last_step_skipped  # the skip was in the step before
+    assert not scaler.last_step_skipped  # the skip was one step before
     assert scaler.record(GOOD)
     assert scaler.update() == 2
     assert (scaler.scale, scaler.skipped_steps, scaler.good_steps_in_a_row) == (2.0**16, 1, 1)
 
 
 def _train_two(scale: Callable[[Tensor], Tensor], step: Callable[..., Any]) -> list[float]:
-    """Two weights from 0, each with an optimizer of lr 1; returns step / gradient of both."""
+    """Step two weights at 0 with two optimizers of lr 1; return step / gradient of both."""
     weights = [nn.Parameter(torch.zeros(())) for _ in range(2)]
     scale(0.7 * torch.stack(weights)).sum().backward()
     for weight in weights:
@@ -237,7 +241,7 @@ def _train_two(scale: Callable[[Tensor], Tensor], step: Callable[..., Any]) -> l
 def test_second_optimizer_gets_correct_gradients_when_the_scale_grows(
     updates_between: bool,
 ) -> None:
-    """torch's `update` after each optimizer halves those of the second, as in accelerate#439."""
+    """With `update` after each optimizer, torch halves the second gradients (accelerate#439)."""
     theirs = torch.amp.GradScaler("cpu", growth_interval=1)
     sizes = _train_two(theirs.scale, lambda opt, _: (theirs.step(opt), theirs.update()))
     assert sizes == pytest.approx([1, 0.5])
@@ -258,7 +262,7 @@ def test_error_after_patience_at_the_floor_names_a_gradient_and_remedies() -> No
     scaler = LossScaler(LossScaleConfig(init_scale=4, patience=3))
     bad = torch.tensor([[math.nan, 1.0], [math.inf, -math.inf]])
     named = {"body.weight": torch.randn(3), "head.weight": bad, "head.bias": bad[1]}
-    for kind in "xxxx.xx":  # 4 -> 2 -> 1, two at the floor; a good step starts anew
+    for kind in "xxxx.xx":  # 4 -> 2 -> 1, two at the floor; a good step resets the count
         _step(scaler, kind == "x")
     message = (
         r"^Gradients .* in 3 consec.* lowest loss scale of 1\. The first non-finite gradient is "
@@ -267,7 +271,7 @@ def test_error_after_patience_at_the_floor_names_a_gradient_and_remedies() -> No
     with pytest.raises(FloatingPointError, match=message):
         scaler.record(BAD, named_gradients=named.items)
     assert scaler.last_step_skipped
-    assert _step(LossScaler(LossScaleConfig(init_scale=2, patience=1)), True) == 1  # not there yet
+    assert _step(LossScaler(LossScaleConfig(init_scale=2, patience=1)), True) == 1  # no error yet
 
 
 def test_patience_counts_training_steps_and_requests_names_once() -> None:
@@ -298,7 +302,7 @@ def test_resumed_scaler_continues_exactly() -> None:
         for bad in overflows[:cut]:
             _step(straight, bad)
         if cut % 2:
-            straight.record(BAD)  # saved between an optimizer's step and the update
+            straight.record(BAD)  # saved between step and update
         state = straight.state_dict()
         assert all(type(value) in (int, float, bool) for value in state.values())
         resumed.load_state_dict(state)
@@ -310,7 +314,7 @@ def test_resumed_scaler_continues_exactly() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5, 40])
 def test_state_of_a_torch_scaler_loads_and_continues_like_torch(steps: int) -> None:
-    # Its state says nothing of a warm-up, which therefore is over.
+    # The state contains no warm-up, so the warm-up is over.
     ours = LossScaler(LossScaleConfig(growth_interval=4, warmup_interval=1, **AS_TORCH))
     theirs = TorchLoop(growth_interval=4)
     overflows = _overflows(100, 0.2, seed=steps)
@@ -323,7 +327,7 @@ def test_state_of_a_torch_scaler_loads_and_continues_like_torch(steps: int) -> N
 
 
 def test_loaded_scale_is_clamped_to_the_configured_limits() -> None:
-    zero = {"scale": 0, "_growth_tracker": 0}  # torch's after 166 overflows
+    zero = {"scale": 0, "_growth_tracker": 0}  # the state of torch after 166 overflows
     wide = LossScaleConfig(init_scale=2.0**30, max_scale=2.0**30, hysteresis=5)
     for state, scale in ((zero, 2.0), (LossScaler(wide).state_dict(), 2.0**20)):
         scaler = LossScaler(LossScaleConfig(min_scale=2, max_scale=2.0**20, hysteresis=2))
@@ -340,7 +344,7 @@ def test_invalid_state_raises_and_changes_nothing() -> None:
     _step(scaler, True)
     before = scaler.state_dict()
     for change, message in (
-        ({"scale": None, "recorded": None}, r"keys \['scale', 'recorded'\]"),  # without them
+        ({"scale": None, "recorded": None}, r"keys \['scale', 'recorded'\]"),  # keys without values
         ({"scale": None, "_growth_tracker": 0}, r"keys \['scale'\]"),
         ({"scale": math.nan}, "`scale=nan`.* finite float of at least 0"),
         ({"scale": math.inf}, "`scale=inf`"),

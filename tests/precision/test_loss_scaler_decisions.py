@@ -1,4 +1,4 @@
-"""What a loss scale decides by: all ranks, gradients that were judged before, and none at all."""
+"""Decisions of the loss scale for several ranks, unscaled gradients and no gradients."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_steps_without_gradients_do_not_count_toward_growth() -> None:
         return scaler.get_scale()
 
     assert [step(has) for has in (True, False, False, True, True)] == [4, 4, 4, 8, 8]
-    assert asked == [False, False, True]  # only where a growth is due
+    assert asked == [False, False, True]  # only when a growth is due
 
 
 def test_one_optimizer_with_gradients_suffices_for_growth() -> None:
@@ -50,7 +50,7 @@ def _decide_on_rank(rank: int) -> list[tuple[bool, float]]:
     scaler = LossScaler(LossScaleConfig())
     groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2])]
     results = []
-    # Which ranks overflow in each step; in the last, the first two and the third are groups.
+    # Ranks that overflow in each step; in the last step, ranks 0 and 1 are one group, 2 another.
     for step, bad_ranks in enumerate([[], [1], [0], [0, 1], [1]]):
         gradient = torch.full((3,), math.nan if rank in bad_ranks else 1.0)
         group = groups[rank // 2] if step == 4 else None
@@ -66,4 +66,4 @@ def test_all_ranks_skip_if_one_overflows() -> None:
     together = [(True, 2.0**16), (False, 2.0**15), (False, 2.0**14), (False, 2.0**13)]
     assert first == second == [*together, (False, 2.0**12)]
     assert third == [*together, (True, 2.0**13)]
-    assert all_reduce_found_inf(BAD) is BAD  # outside of ranks
+    assert all_reduce_found_inf(BAD) is BAD  # without a process group

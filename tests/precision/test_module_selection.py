@@ -8,7 +8,7 @@ from lightning_mp.precision._choice.module_selection import select_modules
 
 
 class T5LayerNorm(nn.Module):
-    """A look-alike, as Hugging Face writes them."""
+    """A norm that is not a class of torch, as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class MyNorm(nn.LayerNorm):
 
 
 class AdaLayerNorm(nn.Module):
-    """Computes the scale of its norm from a condition."""
+    """Computes the scale of its norm from a condition, by weights of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_norm_selects_nothing_in_a_model_without_norms() -> None:
     ("names", "expected"),
     [
         (["MyNorm"], ["final"]),
-        (["LayerNorm"], ["encoder.block.1", "final"]),  # a base class as well
+        (["LayerNorm"], ["encoder.block.1", "final"]),  # base classes match too
         (["encoder.head"], ["encoder.head", "encoder.head.0", "encoder.head.1"]),
         (["encoder2"], ["encoder2"]),
         (["norm", "final"], ["encoder.block.1", "final"]),

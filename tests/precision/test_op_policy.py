@@ -29,7 +29,7 @@ def dtypes(values: object) -> list[torch.dtype]:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what reaches the kernels: name, dtypes of inputs, dtypes of outputs."""
+    """Records each kernel call: name, dtypes of inputs, dtypes of outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class Recorder(TorchDispatchMode):
         return dtype
 
 
-@functools.cache  # a policy looks for near names of those that it does not know
+@functools.cache  # the search for similar names is slow
 def class_of(name: str, policy: OpPolicy) -> str:
     try:
         return policy.class_of(f"aten::{name}")
-    except ValueError:  # internal, such as `_unsafe_view`
+    except ValueError:  # an internal op, such as `_unsafe_view`
         return "given"
 
 
@@ -60,7 +60,7 @@ def check_record(calls: list[Any], policy: OpPolicy, half: torch.dtype) -> None:
         expected = {"half": half, "fp32": FP32, "norm": FP32}.get(op_class)
         if name == "_to_copy":
             assert {*inputs, *outputs} <= {half, FP32}
-        elif name == "native_batch_norm":  # adds in fp32 inside
+        elif name == "native_batch_norm":  # accumulates in fp32
             assert inputs == [half] + [FP32] * 4
             assert outputs[0] == half
         elif expected is not None:
@@ -97,7 +97,7 @@ class Block(nn.Module):
         return F.cross_entropy(logits, torch.tensor([0, 1])), F.softmax(logits, dim=-1)
 
     def manually(self, x: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The same as `forward` with every cast written out."""
+        """Compute `forward` with explicit casts."""
 
         def linear(layer: nn.Linear, x: Tensor) -> Tensor:
             return F.linear(x.to(half), layer.weight.to(half), layer.bias.to(half))
@@ -115,7 +115,7 @@ class Block(nn.Module):
 
 
 def make_block(attention: str, weights: str, half: torch.dtype) -> tuple[Block, Tensor]:
-    """`weights` "half" is O2: half weights and inputs, norms in fp32."""
+    """Return a block and inputs; `weights="half"` is O2, with half weights and fp32 norms."""
     torch.manual_seed(0)
     block, x = Block(attention), torch.randn(2, 3, 8)
     if weights == "half":
@@ -167,7 +167,7 @@ def test_only_the_moved_op_changes_its_dtype(
     before, after = (FP32, half) if field == "half_ops" else (half, FP32)
     assert records[0].dtype_of(kernel) == before
     assert records[1].dtype_of(kernel) == after
-    # What `linear` and `cross_entropy` are made of moves with them.
+    # The ops that `linear` and `cross_entropy` consist of move with them.
     inside = {"linear": ["addmm", "mm"], "cross_entropy": ["_log_softmax"]}.get(op, [])
     others = [call for call in records[1].calls if call[0] not in (kernel, *inside)]
     check_record(others, OpPolicy(), half)
@@ -253,7 +253,7 @@ def test_norm_output_sets_the_dtype_of_a_post_norm_residual_stream(
 
 @pytest.fixture
 def cuda_on_paper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Tensor]]:
-    """Fake CUDA tensors, which follow CUDA's autocast without a GPU; makes random ones."""
+    """Return a function that creates fake CUDA tensors, which follow CUDA's autocast."""
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     with FakeTensorMode():
         yield lambda *shape, dtype=torch.float16: torch.rand(*shape, device="cuda", dtype=dtype)
@@ -278,7 +278,7 @@ def test_policy_equal_to_cuda_autocast_uses_no_function_mode(
     cuda_on_paper: Callable[..., Tensor],
 ) -> None:
     x = cuda_on_paper(2, 2)
-    # torch 2.10's autocast does not know rms_norm.
+    # The autocast of torch 2.10 has no rule for rms_norm.
     modes = 0 if autocast_agrees("cuda", "rms_norm") else 1
     with OpPolicy(norm_output="fp32").context("cuda", torch.float16):
         assert torch._C._len_torch_function_stack() == modes
@@ -301,13 +301,13 @@ def test_calls_with_explicit_dtype_out_or_inplace_are_unchanged() -> None:
         wide = torch.rand(4)
         by_position = torch.log_softmax(wide, 0, torch.float32)
         expected = wide.double().log_softmax(0).float()
-        assert torch.allclose(by_position, expected, rtol=1e-6, atol=0)  # half is off by 5e-4
+        assert torch.allclose(by_position, expected, rtol=1e-6, atol=0)  # half: an error of 5e-4
         double = torch.rand(4).double()
         assert double.exp().dtype == double.cos().dtype == double.softmax(0).dtype == torch.float64
 
 
 def test_weight_stepped_within_the_context_is_cast_again() -> None:
-    """As of a GAN, whose training step steps twice: autocast's cache would hold the old weight."""
+    """A GAN steps twice in one training step; the cache of autocast would hold old weights."""
     layer, x = nn.Linear(4, 4, bias=False), torch.rand(2, 4)
     with OpPolicy().context("cpu", torch.float16):
         layer(x)

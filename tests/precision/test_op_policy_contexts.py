@@ -1,4 +1,4 @@
-"""`OpPolicy` inside other contexts: autocast, `torch.compile` and nested policies."""
+"""`OpPolicy` with autocast, `torch.compile` and nested policies."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ FP32 = torch.float32
 
 
 class Block(nn.Module):
-    """Holds a softmax that only an opened composite lets the policy see, and one in the open."""
+    """Calls softmax directly and within a composite function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_exception_restores_the_previous_state() -> None:
     policy = OpPolicy(fp32_ops=("gelu",))
     with OpPolicy().context("cpu", torch.float16):
         with pytest.raises(ValueError, match="batch_size"), policy.context("cpu", torch.bfloat16):
-            F.cross_entropy(torch.rand(2, 2), torch.rand(3))  # inside a forced op
+            F.cross_entropy(torch.rand(2, 2), torch.rand(3))  # raises inside a moved op
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.float16
         assert outcome(torch.rand(2, 2).half()) == (torch.float16, FP32)
@@ -144,7 +144,7 @@ def test_compiled_module_follows_the_policy_and_its_changes() -> None:
     ):
         with policy.context("cpu", half):
             output, expected = compiled(x), block(x)
-        assert len(graphs) == count  # compiled once for each policy
+        assert len(graphs) == count  # one graph for each policy
         assert output.dtype == expected.dtype == softmax
         assert torch.equal(output, expected)
         output.sum().backward()

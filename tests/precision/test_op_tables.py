@@ -1,6 +1,6 @@
-"""Every op of the tables, on the CPU under the policy and against the autocast of CUDA.
+"""Every op of the tables on the CPU under the policy, compared with the autocast of CUDA.
 
-CUDA's autocast runs without a GPU on fake tensors, which compute dtypes and no values.
+The autocast of CUDA runs without a GPU on fake tensors, which compute dtypes but no values.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["
 LIKE_CUDA = OpPolicy(norm_output="fp32")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:at..frobenius_norm is deprecated",
-    "ignore:Mismatch dtype between input and weight",  # rms_norm without the policy
+    "ignore:Mismatch dtype between input and weight",  # from rms_norm without the policy
 )
 
 
 def make_inputs(device: str, half: torch.dtype) -> SimpleNamespace:
-    """`h` makes tensors in half, `w` in fp32; all values are between 1/4 and 3/4."""
+    """Return functions: `h` creates half tensors, `w` fp32 tensors, with values in [1/4, 3/4]."""
 
     def wide(*shape: int) -> Tensor:
         return torch.rand(*shape, device=device) / 2 + 0.25
@@ -63,7 +63,7 @@ UPSAMPLING = {
     **{f"_upsample_nearest_exact{n}d": ("nearest-exact", n + 2) for n in (1, 2, 3)},
 }
 
-# Inputs of half and fp32 mixed, so that casts in either direction show.
+# Inputs mix half and fp32, so casts in both directions are visible.
 SAMPLES: dict[str, Callable[[SimpleNamespace], Any]] = {
     "addbmm": lambda x: torch.addbmm(x.w(2, 2), x.h(3, 2, 2), x.w(3, 2, 2)),
     "addmm": lambda x: torch.addmm(x.w(2), x.h(2, 2), x.w(2, 2)),
@@ -162,7 +162,7 @@ def _recurrent(kind: type[nn.Module]) -> Callable[[SimpleNamespace], Any]:
     return lambda x: kind(2, 2)(x.w(3, 2))
 
 
-# Fake tensors cannot run these for a GPU that is not there; CUDA refuses matrix norms in half.
+# These do not run on fake tensors without a GPU; CUDA has no matrix norms in half precision.
 CPU_ONLY: dict[str, Callable[[SimpleNamespace], Any]] = {
     "binary_cross_entropy": lambda x: F.binary_cross_entropy(x.h(2), x.h(2)),
     "cosine_embedding_loss": lambda x: F.cosine_embedding_loss(x.h(2, 2), x.h(2, 2), x.i(1, -1)),
@@ -180,7 +180,7 @@ CPU_ONLY: dict[str, Callable[[SimpleNamespace], Any]] = {
     "rnn_tanh": lambda x: nn.RNN(2, 2)(x.w(1, 3, 2)),
     "rnn_tanh_cell": _recurrent(nn.RNNCell),
 }
-# Ops of no class, and composites of several.
+# Ops without a class, and composites of several ops.
 GIVEN: dict[str, Callable[[SimpleNamespace], Any]] = {
     "binary": lambda x: (x.h(2) + x.h(2), x.h(2) * x.w(2), x.h(2) / 3, 1 - x.h(2), 1 / x.h(2)),
     "cat": lambda x: (torch.cat([x.h(2), x.w(2)]), torch.stack([x.h(2), x.w(2)])),
@@ -199,7 +199,7 @@ GIVEN: dict[str, Callable[[SimpleNamespace], Any]] = {
     "promoting_half": lambda x: (torch.addcmul(*[x.h(2)] * 3), torch.dot(x.h(2), x.h(2))),
 }  # fmt: skip
 _add_families()
-# This torch does not have them yet; they leave the samples.
+# Ops that this version of torch does not have; they are removed from the samples.
 LATER = {name for name in ("linalg_matrix_sqrth",) if not callables_of(name) and SAMPLES.pop(name)}
 
 
@@ -209,7 +209,7 @@ def dtypes(values: object) -> list[torch.dtype]:
 
 @contextmanager
 def fake_cuda(half: torch.dtype) -> Iterator[None]:
-    """CUDA's autocast; not by `torch.autocast`, which turns itself off without a GPU."""
+    """Enable the autocast of CUDA; `torch.autocast` disables itself without a GPU."""
     with FakeTensorMode():
         torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cuda", half)
@@ -257,14 +257,14 @@ def test_tables_contain_every_op_of_cuda_autocast() -> None:
         and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
     }
     assert len(names) > 100
-    # `_cudnn_rnn` is there in a build with CUDA.
+    # Only builds with CUDA have `_cudnn_rnn`.
     inside = {"_convolution", "_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"}
     unknown = {name for name in names - inside if canonical_name(f"aten::{name}") not in CLASS_OF}
     assert not unknown
 
 
 def test_dtypes_differ_from_those_of_cpu_autocast() -> None:
-    """What the function mode is for; an empty list would make it superfluous."""
+    """The function mode exists for these ops; without them it would be superfluous."""
     half = torch.float16
     different = []
     for name, sample in SAMPLES.items():
@@ -273,7 +273,7 @@ def test_dtypes_differ_from_those_of_cpu_autocast() -> None:
             with torch.autocast("cpu", dtype=half):
                 if dtypes(sample(make_inputs("cpu", half))) != expected:
                     different.append(name)
-        except RuntimeError:  # no kernel for half, or for inputs of two dtypes
+        except RuntimeError:  # no kernel for half or for mixed dtypes
             different.append(name)
     assert {"softmax", "sum", "layer_norm", "rms_norm", "exp", "mv", "pdist"} <= set(different)
     assert not {"linear", "mse_loss", "cross_entropy"} & set(different)

@@ -1,4 +1,4 @@
-"""Small models end at the loss of fp32 with every precision plugin, whatever trains them how."""
+"""Small models reach the loss of fp32 with every precision plugin, optimizer and wrapper."""
 
 import functools
 import statistics
@@ -24,9 +24,9 @@ from tests.precision.char_gpt import CharGPT, char_batches, held_out_loss
 from tests.precision.models import Regression, Transformer, fit, sequences
 from tests.precision.test_balanced_amp_leaves_the_model_alone import Lookahead
 
-pytestmark = pytest.mark.slow  # left to `make test`
+pytestmark = pytest.mark.slow  # runs in `make test`
 
-# The scale starts where no step overflows: a skipped step is a step less.
+# At this initial scale no step overflows, because a run with skipped steps trains less.
 LOW = LossScaleConfig(init_scale=2.0**8)
 PLUGINS: dict[str, Callable[[], Any]] = {
     "fp16 O2": lambda: BalancedAMP(loss_scale=LOW),
@@ -38,8 +38,8 @@ PLUGINS: dict[str, Callable[[], Any]] = {
 }
 O2, PURE = ("fp16 O2", "bf16 O2"), ("pure fp16", "pure bf16")
 
-# Each trains from a seed with a plugin, and returns the loss at the end, in fp32 over all data or
-# over those held out. `max_epochs=0` is for the loss at the start.
+# Each function trains from a seed with a plugin and returns the final loss in fp32, over all or
+# held-out data. `max_epochs=0` returns the loss at the start.
 
 # --- a tiny transformer, with every optimizer ----------------------------------------------------
 
@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "fused adamw": lambda p: AdamW(p, lr=3e-3, fused=True),
     "adamw of many groups": lambda p: AdamW([{"params": [each]} for each in p], lr=3e-3),
 }
-# Those that take the steps of another are compared with that one's runs in fp32.
+# Optimizers with equal steps share the fp32 runs of one of them.
 SAME_STEPS = {
     "fused sgd": "sgd",
     **dict.fromkeys(("foreach adamw", "fused adamw", "adamw of many groups"), "adamw"),
@@ -76,7 +76,7 @@ ACCUMULATED = 64
 
 
 class Averaged(CharGPT):
-    """Keeps an exponential average of its weights."""
+    """Maintains an exponential average of its weights."""
 
     average: AveragedModel
 
@@ -92,7 +92,7 @@ def train_gpt(kind: str, seed: int, plugin: Any, max_epochs: int = 1) -> float:
     model = (Averaged if kind == "averaged" else CharGPT)(**options)
     if kind == "averaged":
         average = AveragedModel(CharGPT(**options), multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        object.__setattr__(model, "average", average)  # a teacher of its own, no part of the model
+        object.__setattr__(model, "average", average)  # not a submodule of the model
     batches, data = 1, char_batches(steps, seed=seed)
     if kind == "accumulated":
         batches, data = ACCUMULATED, char_batches(steps * ACCUMULATED, batch_size=2, seed=seed)
@@ -106,7 +106,7 @@ PAIRS = 192
 
 
 def train_small_clip(seed: int, plugin: Any, max_epochs: int = 4) -> float:
-    """Train on names of letters with a blot each for a glyph."""
+    """Train a small CLIP on letter names and blurred spots in place of glyphs."""
     generator = torch.Generator().manual_seed(seed)
     names = [unicodedata.name(chr(0xC0 + index)) for index in range(PAIRS)]
     coarse = torch.rand(PAIRS, 1, 8, 8, generator=generator)
@@ -122,15 +122,15 @@ def train_small_clip(seed: int, plugin: Any, max_epochs: int = 4) -> float:
     ]
     torch.manual_seed(seed)
     model = GlyphCLIP(width=32, feature_width=32, jitter=0.0, lr=1e-3)
-    torch.manual_seed(seed)  # dropout
+    torch.manual_seed(seed)  # seeds dropout
     fit(model, plugin, DataLoader(data, batch_size=None), max_epochs=max_epochs)
     return clip_loss(model, data)
 
 
 @functools.cache
 def glyphs() -> GlyphData:
-    """Render once; the loss is measured on the fonts of the test set."""
-    # A CPU without half-precision convolutions takes ten times as long in half as in fp32.
+    """Return the rendered glyphs, rendered once; losses are computed on the test set."""
+    # CPUs without half-precision convolutions take ten times as long in half precision.
     data = GlyphData(batch_size=32, progress=False)
     data.prepare_data()
     data.setup()
@@ -138,12 +138,12 @@ def glyphs() -> GlyphData:
 
 
 def train_demo(seed: int, plugin: Any, max_epochs: int = 1) -> float:
-    """Train for 60 steps of 32 pairs; the demo takes 320 of 2048."""
+    """Train the demo for 60 steps of 32 pairs instead of 320 steps of 2048."""
     data = glyphs()
     torch.manual_seed(seed)
     model = GlyphCLIP()
     data.seed = seed
-    torch.manual_seed(seed)  # distortion of the glyphs
+    torch.manual_seed(seed)  # seeds the distortion of glyphs
     fit(model, plugin, data.train_dataloader(), max_epochs=max_epochs, max_steps=60)
     return clip_loss(model, data.test_dataloader())
 
@@ -159,7 +159,7 @@ def clip_loss(model: GlyphCLIP, data: Any) -> float:
 
 
 class Reverses(pl.LightningModule):
-    """A tiny T5 that learns to write words backwards."""
+    """A small T5 that learns to reverse words."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -204,10 +204,10 @@ TRAIN: dict[str, Callable[..., float]] = {
     "demo": train_demo,
     "t5": train_t5,
 }
-# Where rounding scatters little, few runs suffice.
+# If losses vary little between seeds, few runs suffice.
 REFERENCES = {"radam": 5, "small clip": 6, "demo": 4, "t5": 4} | {f"gpt, {k}": 4 for k in GPT}
 PARITY = {name: Parity(train, references=REFERENCES.get(name, 8)) for name, train in TRAIN.items()}
-# Optimizers of O1 are as plain as without the plugin: two will do.
+# O1 does not change the optimizers, so two of them suffice.
 CASES = [
     *((name, each) for name in ("sgd", "adamw", "gpt, plain", "demo") for each in (*PLUGINS,)),
     *((name, each) for name in ("adagrad", "fused adamw", "small clip") for each in (*O2, *PURE)),
@@ -219,7 +219,7 @@ CASES = [
     *((name, each) for name in ("fused sgd", "radam", "t5") for each in PURE),
     *((name, each) for name in ("foreach adamw", "adamw of many groups") for each in PURE),
 ]
-# Each plugin in each half, and by SGD: Adam hides a wrong scale. `make sweep` has the others.
+# SGD, because Adam hides a wrong gradient scale. `make sweep` runs the other cases.
 GATE = [
     *(("sgd", "fp16 O2"), ("sgd", "pure bf16")),
     *(("small clip", "fp16 O2"), ("small clip", "pure fp16")),
@@ -237,11 +237,11 @@ def test_training_reaches_the_loss_of_fp32(name: str, setting: str) -> None:
     verdict = parity.judge(PLUGINS[setting], half, train=TRAIN[name])
     print(f"{name}, {setting}: {verdict}")
     assert verdict.holds, verdict
-    assert not set(verdict.losses) & set(verdict.in_fp32)  # the plugin does something
+    assert not set(verdict.losses) & set(verdict.in_fp32)  # the plugin changes the result
 
 
-# How much of the loss at the start is left at the end in fp32, at most: by far more is it lowered
-# than rounding may change it by.
+# Largest ratio of final to initial loss in fp32: training must lower the loss by far more than
+# the effect of rounding.
 LEFT = {"small clip": 0.85, "t5": 0.85, "demo": 0.95, "gpt, accumulated": 0.99}
 LEFT |= {f"gpt, {kind}": 0.9 for kind in GPT if kind != "accumulated"}
 

@@ -1,4 +1,4 @@
-"""PureFP16 and buffers: all stay in fp32, and what they widen meets half weights all the same."""
+"""Buffers stay fp32 under PureFP16, and functions accept half weights with fp32 inputs."""
 
 import copy
 from collections.abc import Callable
@@ -23,7 +23,7 @@ halves = pytest.mark.parametrize("half", HALVES)
 
 
 class Tables(nn.Module):
-    """Adds, multiplies and attends with tables, and counts its forwards."""
+    """Uses fp32 buffers in sums, products and attention, and counts its forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Tables(nn.Module):
             self.forwards += 1
             self.average.lerp_(torch.ones(1, dtype=torch.float32), 1e-3)
         key = self.body(x)
-        query = key * self.angles.cos()  # fp32, beside keys in half
+        query = key * self.angles.cos()  # fp32, while keys are half
         x = F.scaled_dot_product_attention(query[None], key[None], key[None])[0] + self.shift
         scores = (key @ query.T).softmax(-1)
         return self.head(self.norm(x) + scores @ key)
@@ -78,7 +78,7 @@ def test_buffers_count_beyond_2048_and_follow_slow_averages() -> None:
     model.network.average.fill_(0.999)
     fit(model, PureFP16(), loader(4))
     assert model.network.forwards == 2052
-    assert model.network.average > 0.999  # by 1e-6 a step
+    assert model.network.average > 0.999  # 1e-6 per step
 
 
 def test_checkpoints_contain_unchanged_buffers(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_functions_accept_half_weights_with_fp32_inputs(name: str) -> None:
     fit(model, PureFP16(), loader(2))
     assert model.network.dtypes == (torch.float16, torch.float32)
     assert model.losses == pytest.approx(reference.losses, rel=2**-7, abs=2**-9)
-    # Evaluation may take other kernels, such as the fast path of nn.TransformerEncoderLayer.
+    # Evaluation may use other kernels, such as the fast path of nn.TransformerEncoderLayer.
     values = [
         make_trainer(plugin).validate(each, loader(1), verbose=False)[0]["val_loss"]
         for plugin, each in ((None, reference), (PureFP16(), model))
@@ -205,7 +205,7 @@ def make_network(name: str) -> nn.Module:
 
 
 class Foreign(pl.LightningModule):
-    """A model of transformers, without dropout."""
+    """A model of transformers without dropout."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -261,4 +261,4 @@ def test_rotary_embeddings_of_llama_are_correct_at_every_position() -> None:
     fit(Looking("Llama"), PureFP16(), DataLoader([batch], batch_size=None))
     for mine, right in zip(got, expected, strict=True):
         assert mine.dtype == torch.float16
-        assert (mine - right).abs().max() <= 2.0**-12  # half a step below 1
+        assert (mine - right).abs().max() <= 2.0**-12  # half a ULP below 1

@@ -1,4 +1,4 @@
-"""Checkpoints of PureFP16: fp32 weights for anyone, exact to resume, open to other precisions."""
+"""Checkpoints of PureFP16 have fp32 weights, resume exactly and fit other precisions."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ halves = pytest.mark.parametrize("half", ["fp16", "bf16"])
 
 
 def wide() -> nn.Module:
-    # In 70,000 weights some residuals are half a step of their weight, which round either way.
+    # Among 70,000 weights, some residuals are half a ULP of their weight, a tie in rounding.
     return nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 256), nn.Linear(256, 1))
 
 
@@ -43,7 +43,7 @@ def make_model(kind: Any = AdamW, **options: Any) -> Regression:
 def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
     half: str, way: str, kind: Any, tmp_path: Path
 ) -> None:
-    bad = [1] if half == "fp16" else []  # in every epoch one step is skipped
+    bad = [1] if half == "fp16" else []  # one step is skipped in every epoch
     whole, first, second = (make_model(kind, network=wide, bad_batches=bad) for _ in range(3))
     plugin, resumed = make_plugin(half, way), make_plugin(half, way)
     trainer = fit(whole, plugin, loader(3), max_epochs=2)
@@ -56,7 +56,7 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
     assert resumed.state_dict() == plugin.state_dict()
     steps = 6 - 2 * len(bad)
     assert other.global_step == trainer.global_step == steps
-    counts = way == "stochastic" and kind is AdamW  # SafeAdamW counts for itself
+    counts = way == "stochastic" and kind is AdamW  # SafeAdamW has its own counter
     assert plugin.state_dict().get("writes", 0) == (steps if counts else 0)
     one, two = trainer.optimizers[0], other.optimizers[0]
     assert (
@@ -69,7 +69,7 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
 
 
 class _Saves(Regression):
-    """Saves while the weights are in half, and keeps what they are then."""
+    """Saves a checkpoint in training, and records the half weights at this point."""
 
     path: Path
 
@@ -96,9 +96,9 @@ def test_checkpoint_contains_fp32_weights_for_a_plain_model(
     assert {value.dtype for value in state.values()} == {torch.float32}
     plain = Regression(wide, seed=2)
     plain.load_state_dict(state)
-    assert torch.equal(parameters_of(plain), parameters_of(model))  # what teardown hands back
+    assert torch.equal(parameters_of(plain), parameters_of(model))  # the weights after teardown
     assert torch.equal(parameters_of(plain), model.at_end) == (way != "kahan")
-    # Resumed, the half weights are the very same.
+    # After resuming, the half weights are equal.
     fit(again, make_plugin(half, way), loader(4), ckpt_path=model.path, max_epochs=2)
     assert torch.equal(again.at_start, model.at_end)
 

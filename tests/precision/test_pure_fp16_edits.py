@@ -1,4 +1,4 @@
-"""What users do with `p.grad` under PureFP16 counts: clipping, norms and edits, as in fp32."""
+"""Clipping, norms and edits of `p.grad` take effect under PureFP16 as in fp32."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def plugin(half: Any) -> PureFP16:
 
 
 def ends_apart(kind: Any, make: Any, half: Any, **options: Any) -> tuple[float, Regression]:
-    """Return how far from fp32 a model ends, as part of the way, and the model."""
+    """Return the distance to fp32, relative to the change of weights, and the model."""
     reference, model = kind(make_optimizer=make), kind(make_optimizer=make)
     start = parameters_of(model)
     fit(reference, None, loader(12), **options)
@@ -52,7 +52,7 @@ class ClipsBefore(Regression):
 
 
 class Freezes(Regression):
-    """Keeps its last layer where it is at first, as DINO does."""
+    """Removes the gradients of its last layer, as DINO does."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         if len(self.losses) <= 6:
@@ -78,7 +78,7 @@ def test_edits_of_gradients_take_effect_as_in_fp32(kind: Any, make: Any, half: A
 def test_gradients_below_the_range_of_half_precision_are_stepped_as_set(
     is_safe: bool, half: Any
 ) -> None:
-    size = 2.0**-30  # nothing in fp16, nor when it is scaled by 2^2
+    size = 2.0**-30  # zero in fp16, also with a loss scale of 2^2
 
     class Replaces(Regression):
         def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -86,7 +86,7 @@ def test_gradients_below_the_range_of_half_precision_are_stepped_as_set(
                 p.grad = torch.full_like(p, size, dtype=torch.float32)
 
     def make(parameters: Any) -> Optimizer:
-        if is_safe:  # whose first step is lr * g / |g|, with the epsilon that half lacks
+        if is_safe:  # its first step is lr * g / (|g| + epsilon)
             return SafeAdamW(parameters, lr=0.25, eps=2.0**-40, weight_decay=0.0)
         return SGD(parameters, lr=0.25 / size)
 
@@ -113,7 +113,7 @@ def test_grad_norm_of_lightning_equals_fp32(half: Any) -> None:
 
 
 class Waits(Regression):
-    """Clips in every batch and steps in every third, and keeps the tensors of its gradients."""
+    """Clips in every batch, steps in every third, and zeroes gradients in place."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -162,7 +162,7 @@ def test_gradients_of_64_batches_accumulate_as_in_fp32(half: Any) -> None:
         fit(model, each, loader(64, batch_size=4), accumulate_grad_batches=64)
         met.append(model.met)
     error = (met[1] - met[0]).norm() / met[0].norm()
-    # Every sum is rounded to half: 64 roundings at random of half a step each, and those of the
-    # gradients themselves.
+    # Each of 64 sums is rounded to half precision, by at most half a ULP at random; the gradients
+    # themselves are rounded too.
     bits = {"fp16": 11, "bf16": 8}[half]
     assert error < (64**0.5 + 4) * 2.0**-bits

@@ -1,4 +1,4 @@
-"""What PureFP16's step reads and keeps: unscaled fp32 gradients, and few bytes per parameter."""
+"""Gradients, loss scale and memory of PureFP16 in the optimizer step."""
 
 import gc
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tests.precision.models import Regression, fit, loader, parameters_of
 
 
 class Given(Regression):
-    """Has the gradients that it is given, one for each batch."""
+    """Has a given gradient in each batch."""
 
     def __init__(self, gradients: list[Tensor], **options: Any) -> None:
         super().__init__(lambda: nn.Linear(1, 8, bias=False), **options)
@@ -51,7 +51,7 @@ def test_gradients_of_1e_7_reach_the_step() -> None:
     assert at_rest.dtype == torch.float16
     assert (met == 0).double().mean() < 0.001
     torch.testing.assert_close(met, given, rtol=2.0**-11, atol=2.0**-35)
-    # In place, in fp16, almost a quarter of them would vanish.
+    # Unscaled in place in fp16, almost a quarter of the gradients would underflow.
     assert 0.2 < ((at_rest / 2**10) == 0).double().mean() < 0.27
 
 
@@ -72,7 +72,7 @@ def test_initial_loss_scale_fits_gradients_below_64_and_backs_off_above(
 def test_loss_scale_grows_until_gradients_overflow_and_then_stays() -> None:
     model, plugin = Given([torch.full((8,), 3.0)] * 150), PureFP16()
     trainer = fit(model, plugin, loader(150, batch_size=1))
-    # 3 * 2^14 fits into fp16, 3 * 2^15 does not; it doubles every 20 steps.
+    # 3 * 2^14 fits into fp16, 3 * 2^15 does not; the scale doubles every 20 steps.
     assert model.scales[19:21] == [2.0**10, 2.0**11]
     assert max(model.scales) == 2.0**15
     assert plugin.scaler.scale == 2.0**14
@@ -83,14 +83,14 @@ def test_loss_scale_grows_until_gradients_overflow_and_then_stays() -> None:
 # --- memory --------------------------------------------------------------------------------------
 
 WIDTH = 300
-# Bytes of each parameter, at any time: weight, and what is kept beside it.
+# Bytes per parameter at any time: weight and residual.
 WEIGHTS: dict[str, tuple[Callable[[], Any], int]] = {
     "kahan": (lambda: PureFP16(), 2 + 2),
     "kahan bf16": (lambda: PureFP16(half="bf16"), 2 + 2),
     "stochastic": (lambda: PureFP16(write_back="stochastic"), 2),
     "nearest": (lambda: PureFP16(write_back="nearest"), 2),
 }
-# Bytes of states, and of a stand-in while the optimizer steps.
+# Bytes of optimizer states, and of the fp32 weight during the step.
 STATES: dict[str, tuple[Callable[[Any], Optimizer], int, int]] = {
     "sgd": (lambda p: SGD(p, lr=0.1), 0, 4),
     "adam": (lambda p: Adam(p, lr=1e-3), 8, 4),
@@ -99,7 +99,7 @@ STATES: dict[str, tuple[Callable[[Any], Optimizer], int, int]] = {
 
 
 def bytes_alive() -> int:
-    """Return the bytes of all tensors that are as large as the one weight, once each."""
+    """Return the bytes of all tensors of the size of the weight; aliases count once."""
     gc.collect()
     storages = {}
     for each in gc.get_objects():
@@ -110,7 +110,7 @@ def bytes_alive() -> int:
 
 
 class Weighed(Regression):
-    """Weighs what is alive through its second step."""
+    """Records the live bytes at several points of a step."""
 
     def __init__(self, make_optimizer: Any) -> None:
         super().__init__(lambda: nn.Linear(WIDTH, WIDTH, bias=False), make_optimizer)
@@ -127,7 +127,7 @@ class Weighed(Regression):
         return optimizer
 
     def on_after_backward(self) -> None:
-        held = self.network.weight.grad  # a gradient that nobody has asked for is out of sight
+        held = self.network.weight.grad  # without access, the gradient is not counted
         self.bytes["accumulated"] = bytes_alive()
         del held
 
@@ -139,7 +139,7 @@ class Weighed(Regression):
 
 @pytest.fixture
 def _only_new_objects() -> None:
-    """Keep what is there out of `gc`, which would take most of the time to look through it."""
+    """Freeze existing objects in `gc`, so that searching for tensors is fast."""
     gc.collect()
     gc.freeze()
 
@@ -171,7 +171,7 @@ def test_stochastic_rounding_is_reproducible_and_leaves_the_random_state_of_torc
     for _ in range(2):
         model = Regression()
         fit(model, PureFP16(write_back="stochastic"), loader(4))
-        ends.append((parameters_of(model), torch.rand(1).item()))  # torch's own was not consumed
+        ends.append((parameters_of(model), torch.rand(1).item()))  # unchanged random state of torch
     reference = Regression()
     fit(reference, PureFP16(), loader(4))
     assert torch.equal(ends[0][0], ends[1][0])
@@ -185,7 +185,7 @@ def test_write_back_decides_whether_updates_below_half_a_ulp_are_kept() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return (self.network.weight.float() * -1.0).sum()
 
-    count, update = 64, 2.0**-14  # a weight of 1 moves by 2^-10
+    count, update = 64, 2.0**-14  # a weight of 1 changes by 2^-10
     moved = {}
     for way in ("kahan", "stochastic", "nearest"):
         model = Steady([torch.ones(4096)], make_optimizer=lambda p: SGD(p, lr=update))
@@ -195,6 +195,6 @@ def test_write_back_decides_whether_updates_below_half_a_ulp_are_kept() -> None:
         moved[way] = (model.network.weight.detach() - 1) / (count * update)
     assert torch.equal(moved["kahan"], torch.ones(4096))
     assert (moved["nearest"] == 0).all()
-    # 64 throws at 1/16 for each of 4096 weights.
+    # Each of 4096 weights rounds up with probability 1/16 in each of 64 steps.
     assert moved["stochastic"].mean() == pytest.approx(1, abs=6 * (15 / 64 / 4096) ** 0.5)
     assert moved["stochastic"].std() > 0.3

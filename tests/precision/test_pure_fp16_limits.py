@@ -1,4 +1,4 @@
-"""What PureFP16 refuses, or warns of, before training; and what `exposed` and islands are for."""
+"""Cases in which PureFP16 raises or warns; uses of `exposed` and `fp32_modules`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ from tests.precision.models import (
 
 
 class Lookahead(Optimizer):
-    """Goes back half of its way every second step of an inner optimizer."""
+    """Averages with the weights of two steps before, every second step of an inner optimizer."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -38,7 +38,7 @@ class Lookahead(Optimizer):
 
 
 class Several(Optimizer):
-    """Steps inner optimizers of a list."""
+    """Steps a list of inner optimizers."""
 
     def __init__(self, parameters: Any) -> None:
         parameters = list(parameters)
@@ -99,7 +99,7 @@ def test_pruned_modules_and_half_averages_raise_with_their_name(make: Any, name:
     with pytest.raises(MisconfigurationException, match=rf"`{name}` .*`BalancedAMP`"):
         fit(model, PureFP16(), loader(1))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    make_trainer(PureFP16()).validate(model, loader(1), verbose=False)  # which writes nothing
+    make_trainer(PureFP16()).validate(model, loader(1), verbose=False)  # writes no weights
 
 
 @pytest.mark.parametrize("run", ["fit", "validate"])
@@ -144,7 +144,7 @@ def test_callbacks_that_average_half_weights_warn(name: str) -> None:
 
 
 class _Taught(Regression):
-    """Has a teacher that follows its student slowly."""
+    """Has an EMA teacher with a small rate."""
 
     rate, is_exposed = 2.0**-13, True
 
@@ -178,7 +178,7 @@ def test_slow_teacher_follows_exposed_weights_but_not_half_weights() -> None:
         model = _Taught()
         model.is_exposed = name == "exposed"
         fit(model, plugin, loader(30, batch_size=4))
-        # A frozen weight starts from its half value.
+        # Frozen weights start from their half values.
         ends[name] = model.way() - (start if plugin is None else start.half().double())
     way = ends["fp32"].norm()
     assert (ends["exposed"] - ends["fp32"]).norm() < 2**-6 * way
@@ -203,7 +203,7 @@ def test_exposed_weights_have_22_bits() -> None:
 
 
 class _Wide(torch.autograd.Function):
-    """Wants fp32 of autocast."""
+    """A custom function that requests fp32 from autocast."""
 
     seen: list[torch.dtype] = []
 
@@ -242,7 +242,7 @@ def test_frozen_layer_in_the_other_half_dtype_equals_one_in_fp32(half: Any) -> N
         def __init__(self, dtype: torch.dtype) -> None:
             super().__init__()
             layer = self.network[0].requires_grad_(False)
-            layer.to(other).to(dtype)  # both hold what the other half can hold
+            layer.to(other).to(dtype)  # both dtypes hold the same values
 
     ends = []
     for dtype in (torch.float32, other):

@@ -1,4 +1,4 @@
-"""What PureFP16 makes of a model: dtypes of weights, activations, buffers, batches, islands."""
+"""Dtypes of weights, activations, buffers, batches and `fp32_modules` under PureFP16."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ halves = pytest.mark.parametrize("half", HALVES)
 
 
 class Watched(Regression):
-    """Writes down the dtype of every module's output, weight and gradient in training."""
+    """Records the dtype of every output, weight and gradient in training."""
 
     def on_fit_start(self) -> None:
         self.outputs: dict[str, torch.dtype] = {}
@@ -55,7 +55,7 @@ def test_weights_activations_and_gradients_are_half_and_the_step_is_fp32(half: A
     assert trainer.precision == {"fp16": "16-true", "bf16": "bf16-true"}[half]
     assert set(model.parameter_dtypes.values()) == {HALVES[half]}
     assert model.accumulated == {HALVES[half]}
-    assert model.outputs.pop("") == torch.float32  # where the transformer itself says so
+    assert model.outputs.pop("") == torch.float32  # the transformer casts its output
     assert set(model.outputs.values()) == {HALVES[half]}
     assert model.gradient_dtypes == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -109,7 +109,7 @@ def test_validation_test_and_prediction_run_in_half_precision(half: Any) -> None
 
 
 class _Scaled(nn.Module):
-    """Has a parameter of shape [], and one of shape [1]."""
+    """Has parameters of shape [] and [1]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_fp32_modules_compute_in_fp32_and_return_half(half: Any, names: Any, is_
                     hook = lambda _, args, out, name=name: inside.__setitem__(  # noqa: E731
                         name, {args[0].dtype, out.dtype}
                     )
-                    # Ahead of the cast at the border.
+                    # Runs before the cast of the output.
                     module.register_forward_hook(hook, prepend=True)
 
     reference, model = (Looking(Transformer) for _ in range(2))
@@ -243,14 +243,14 @@ def test_fp32_modules_are_plain_modules_after_training() -> None:
     x = torch.randn(3, 8)
     assert model.network(x).dtype == torch.float32
     expected = model.network[:3](x)
-    assert not torch.equal(expected, expected.half().float())  # the norm rounds nothing
+    assert not torch.equal(expected, expected.half().float())  # the norm is not rounded
 
 
 # --- what makes tensors in a forward of its own --------------------------------------------------
 
 
 class _Masked(nn.Module):
-    """Makes tensors in the forward, in the default dtype."""
+    """Creates tensors of the default dtype in the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ def test_forward_that_checkpointing_recomputes_runs_in_half_precision(
 
 
 class _MadeLate(Regression):
-    """Makes its network in `configure_model`, on no device at first if so wanted."""
+    """Creates its network in `configure_model`, on the meta device if `is_meta`."""
 
     def __init__(self, is_meta: bool) -> None:
         super().__init__(nn.Identity, lambda p: SGD(p, lr=0.1))

@@ -1,4 +1,4 @@
-"""PureFP16 learns where updates are below half a step of its weights, and where 16-true fails."""
+"""PureFP16 learns from updates below half a ULP, and where 16-true fails."""
 
 import math
 from typing import Any
@@ -13,13 +13,13 @@ from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.parity import Parity
 from tests.precision.models import Regression, fit, loader, perceptron
 
-# --- updates below half a step of the weights ----------------------------------------------------
+# --- updates below half a ULP of the weights -----------------------------------------------------
 
-STEPS, LR = 150, 5e-5  # from 1/8 on, half a step of a weight in fp16 is larger
+STEPS, LR = 150, 5e-5  # smaller than half a ULP of fp16 weights above 1/8
 
 
 class Slow(Regression):
-    """Takes many small steps, by hand: Lightning's own work would take longer than them."""
+    """Takes many small steps per batch, because Lightning's overhead per batch is larger."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(
@@ -48,7 +48,7 @@ def noisy() -> list[Tensor]:
 
 
 def train_slowly(seed: int, plugin: Any) -> float:
-    """Return the final loss in fp32, with the weights that were handed back."""
+    """Return the final loss in fp32 with the weights after teardown."""
     model, batch = Slow(seed), noisy()
     fit(model, plugin, DataLoader([batch], batch_size=None))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -69,12 +69,12 @@ def test_small_steps_reach_the_loss_of_fp32_unless_rounded_to_nearest(way: Any) 
     assert verdict.holds == (way != "nearest"), verdict
 
 
-# --- what Lightning's own fp16 does --------------------------------------------------------------
+# --- 16-true of Lightning ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_plugin_learns_where_16_true_makes_every_weight_non_finite() -> None:
-    """Lightning#20619."""
+    """The failure of 16-true is Lightning#20619."""
 
     def make() -> Regression:
         return Regression(perceptron, lambda p: Adam(p, lr=1e-2))

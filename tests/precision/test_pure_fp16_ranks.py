@@ -1,4 +1,4 @@
-"""PureFP16 on two gloo ranks, under DDP and under InfCLStrategy with micro- and host batches."""
+"""PureFP16 on two gloo ranks, under DDP and under InfCLStrategy with offload."""
 
 from typing import Any
 
@@ -48,7 +48,9 @@ def _train_with_ddp(rank: int) -> dict[str, Tensor]:
 
 def test_ddp_ranks_are_bitwise_equal_and_train_as_one_process_with_the_global_batch() -> None:
     reference, start = Regression(make_optimizer=momentum), parameters_of(Regression())
-    assert (parameters_of(Regression(seed=1)) - start).norm() > 1  # ranks start apart
+    assert (
+        parameters_of(Regression(seed=1)) - start
+    ).norm() > 1  # initial weights differ between ranks
     fit(reference, None, batches())
     expected = parameters_of(reference)
     first, second = run_ranks(_train_with_ddp, RANKS)
@@ -65,7 +67,7 @@ def test_ddp_ranks_are_bitwise_equal_and_train_as_one_process_with_the_global_ba
 
 
 class _Recording(TinyCLIP):
-    """Writes down what its loss gets, and the dtype of batches in a tower."""
+    """Records the dtypes of features in the loss and of batches in a tower."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -104,11 +106,11 @@ def test_inf_cl_trains_half_towers_with_micro_batches_and_offload_as_in_fp32() -
             assert (value - expected).norm() / moved < (0.02 if "fp16" in name else 0.1), name
 
 
-# --- gradients that wait -------------------------------------------------------------------------
+# --- accumulated gradients -----------------------------------------------------------------------
 
 
 class _Waiting(Regression):
-    """Clips in every micro-batch, and steps in every second one."""
+    """Clips in every batch and steps in every second batch."""
 
     def __init__(self) -> None:
         super().__init__(make_optimizer=momentum)
@@ -124,7 +126,7 @@ class _Waiting(Regression):
 
 
 class _Kept(Regression):
-    """Keeps its gradients' tensors, filled with zeros."""
+    """Zeroes gradients in place."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=False)

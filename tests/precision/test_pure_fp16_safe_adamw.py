@@ -1,4 +1,4 @@
-"""SafeAdamW under PureFP16: it steps weight and residual, of which there is one of each."""
+"""SafeAdamW under PureFP16 steps weights and residuals without copies of them."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Looking(Regression):
-    """Writes down what the optimizer holds in its steps and after them."""
+    """Records parameters and states of the optimizer in and after its steps."""
 
     def __init__(self, **options: Any) -> None:
         make = options.pop("make", lambda p: SafeAdamW(p, lr=0.01))
@@ -49,7 +49,7 @@ def test_safe_adamw_steps_half_weights_and_the_residuals_of_checkpoints(half: An
     assert model.residuals.keys() == dict(model.named_parameters()).keys()
     assert {r.dtype for r in model.residuals.values()} == {HALVES[half]}
     assert any(r.any() for r in model.residuals.values())
-    for name, p in model.named_parameters():  # in fp32 again
+    for name, p in model.named_parameters():  # fp32 after training
         assert torch.equal(model.values[name], p)
         unit = 2.0**-11 if half == "fp16" else 1.0
         rest = p - p.to(HALVES[half]).float()
@@ -69,7 +69,7 @@ def test_safe_adamw_ends_near_torch_adamw(half: Any, way: Any) -> None:
     distance = (ends[1] - ends[0]).norm() / (ends[0] - start).norm()
     if way == "kahan":
         assert distance < {"fp16": 2**-8, "bf16": 2**-4}[half]
-    else:  # the noise of rounding is not the same
+    else:  # rounding errors differ
         assert distance < {"fp16": 2**-5, "bf16": 2**-1}[half]
 
 
@@ -98,7 +98,7 @@ def test_loaded_state_shares_the_residuals_of_the_model() -> None:
     step()
     saved, values = optimizer.state_dict(), {n: v.clone() for n, v in holder.state_dict().items()}
     step()
-    # The weights of before come back, and not with the residuals of after.
+    # The restored weights do not use the residuals of later steps.
     holder.load_state_dict(values)
     optimizer.load_state_dict(saved)
     for name, p in holder.named_parameters():

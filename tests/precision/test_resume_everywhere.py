@@ -1,4 +1,4 @@
-"""A run of any precision, with or without shards, goes on under any other from its checkpoint."""
+"""A checkpoint of any precision, sharded or not, resumes under any other precision."""
 
 import tempfile
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ from tests.processes import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 SCALE = LossScaleConfig(init_scale=2.0**8)
-# Full weights of FSDP 1 cannot be collected on a CPU, in torch, so it only takes runs over.
+# torch cannot gather full weights of FSDP 1 on a CPU, so this setting saves no checkpoint.
 ONLY_TARGET = "FSDPBalancedAMP"
 SETTINGS = (
     "fp32", "16-mixed", "BalancedAMP", "PureFP16", "ModelParallelBalancedAMP", ONLY_TARGET,
 )  # fmt: skip
-# Each of them once on either side; `make sweep` has every pair.
+# Every setting saves and resumes once; `make sweep` tests every pair.
 CHAIN = (*(SETTINGS[index] for index in (0, 4, 3, 1, 2, 4, 0)), ONLY_TARGET)
 PAIRS = [(a, b) for a in SETTINGS if a != ONLY_TARGET for b in SETTINGS]
 
 
 class Noting:
-    """Notes whole weights and optimizer states, and the loss scale, where training goes on."""
+    """Records full weights and the step count when training starts."""
 
     def on_train_start(self) -> None:
         trainer: Any = self.trainer  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def _whole_weights(model: Any) -> Tensor:
 
 
 def _parts(setting: str) -> tuple[type[Any], Any, Strategy]:
-    """Return the class of the model, the plugin and the strategy."""
+    """Return model class, plugin and strategy of a setting."""
     if setting == "ModelParallelBalancedAMP":
         strategy = ModelParallelStrategy(RANKS, 1, save_distributed_checkpoint=False)
         return Sharding, ModelParallelBalancedAMP(loss_scale=SCALE), strategy
@@ -82,7 +82,7 @@ def _parts(setting: str) -> tuple[type[Any], Any, Strategy]:
 
 
 def _go_through(rank: int, settings: Sequence[str], folder: str) -> list[tuple[Any, ...]]:
-    """Train an epoch under each setting in turn; return what each began with and came to."""
+    """Train one epoch under each setting in turn; return weights and steps of each."""
     noted, path = [], None
     for index, setting in enumerate(settings):
         kind, plugin, strategy = _parts(setting)
@@ -102,7 +102,7 @@ def _go_through_all(rank: int, chains: Sequence[Sequence[str]]) -> list[list[tup
     folder = [""]
     with tempfile.TemporaryDirectory() as own:
         folder[0] = own
-        dist.broadcast_object_list(folder)  # all ranks read what rank 0 has written
+        dist.broadcast_object_list(folder)  # all ranks read the files of rank 0
         results = []
         for index, chain in enumerate(chains):
             results.append(_go_through(rank, chain, f"{folder[0]}/{index}"))
@@ -111,12 +111,12 @@ def _go_through_all(rank: int, chains: Sequence[Sequence[str]]) -> list[list[tup
 
 
 def check(chain: Sequence[str], noted: list[tuple[Any, ...]], in_fp32: list[Tensor]) -> None:
-    """Compare what each setting began with and came to with the one before and with fp32."""
+    """Compare initial weights with the previous setting, and final weights with fp32."""
     for index in range(1, len(chain)):
         where = f"{chain[index - 1]} -> {chain[index]}"
         began, at, end, steps = noted[index]
         assert (at, steps) == (index * STEPS, STEPS), where
-        # The half weights of PureFP16 are seen; their residuals are not.
+        # Half weights of PureFP16 are recorded without their residuals.
         bits = 11 if "PureFP16" in chain[index - 1 : index + 1] else 24
         before = noted[index - 1][2]
         assert torch.allclose(began, before, rtol=2.0**-bits, atol=2.0**-25), where
@@ -125,7 +125,7 @@ def check(chain: Sequence[str], noted: list[tuple[Any, ...]], in_fp32: list[Tens
 
 
 def reference(epochs: int) -> list[Tensor]:
-    """Return the weights after every epoch in one process in fp32."""
+    """Return the weights after every epoch in fp32 in one process."""
     ends: list[Tensor] = []
 
     class NotesEpochs(_Model):

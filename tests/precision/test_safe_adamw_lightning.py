@@ -1,4 +1,4 @@
-"""`SafeAdamW` in a Trainer, with every precision and with clipping."""
+"""`SafeAdamW` in a Trainer with every precision and with clipping."""
 
 from typing import Any
 

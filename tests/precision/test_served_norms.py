@@ -1,4 +1,4 @@
-"""Norms of torch apply the op policy in their own forward, as the function mode would."""
+"""Norms of torch apply the op policy in their forward, without the function mode."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ X = 300 * torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
 def outputs(
     norm: nn.Module, policy: OpPolicy, half: torch.dtype, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return the output, and the gradients of input and weights."""
+    """Return the output and the gradients of input and weights."""
     x = X.to(dtype, copy=True).requires_grad_()
     with policy.context("cpu", half):
         output = norm(x)

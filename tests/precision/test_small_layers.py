@@ -1,4 +1,4 @@
-"""Small layers of products have no copies: autocast casts their weights, to the same bits."""
+"""Small linear layers and convolutions have no half copies: autocast casts their weights."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_mp.precision._weights import working_copies
 from tests.precision.models import Regression, Transformer, fit, parameters_of, sequences
 from tests.precision.working_models import HALVES, Seen, run
 
-# As in `working_copies._SMALL`, which tests of copies set to 0.
+# The value of `working_copies._SMALL`, which `conftest.py` sets to 0.
 SMALL = 2**16
 
 
@@ -39,7 +39,7 @@ def test_training_is_bitwise_equal_with_and_without_copies(
     with_copies, all_bytes = trained(half, 0, monkeypatch)
     without, few_bytes = trained(half, SMALL, monkeypatch)
     assert torch.equal(with_copies, without)
-    # Of the position alone, a parameter of the network itself; norms have none.
+    # Only the position, a parameter of the network itself, has a copy; norms have none.
     assert few_bytes == 2 * Transformer().position.numel() < all_bytes
 
 
@@ -47,7 +47,7 @@ def test_large_layers_and_layers_that_autocast_does_not_cast_have_copies(
     attached: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(working_copies, "_SMALL", SMALL)
-    large = nn.Linear(256, 257)  # one row above
+    large = nn.Linear(256, 257)  # one row above the limit
     modules = nn.ModuleDict(
         {
             "at the limit": nn.Linear(256, 256),

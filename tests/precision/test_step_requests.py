@@ -1,4 +1,4 @@
-"""Steps that a callback asks to skip, and optimizers that are stepped past the plugin."""
+"""Steps that a callback requests to skip, and direct calls of `optimizer.step`."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ plugins = pytest.mark.parametrize("make_plugin", PLUGINS.values(), ids=PLUGINS)
 
 
 class Skip(Callback):
-    """Asks for the skip of one step."""
+    """Requests to skip one step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -59,7 +59,7 @@ def test_requested_skip_of_an_overflow_counts_as_overflow() -> None:
 
 
 class _StepsByHand(Regression):
-    """Steps the optimizer itself, past Lightning and the plugin."""
+    """Calls `step` of the optimizer directly, without Lightning and the plugin."""
 
     def __init__(self) -> None:
         super().__init__(make_optimizer=lambda p: SGD(p, 0.1))
@@ -83,7 +83,7 @@ def test_direct_step_on_scaled_gradients_raises(name: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_next_forward_uses_the_weights_of_a_direct_step_without_a_loss_scale(fused: bool) -> None:
-    """As of a GAN: two forwards in one training step, with a step in between."""
+    """A GAN has two forwards in one training step, with an optimizer step in between."""
 
     class Twice(_StepsByHand):
         def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers that no plugin was given: refused where they would step on scaled gradients."""
+"""Optimizers outside the trainer step, or raise if their gradients are scaled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +56,7 @@ class ByHand(OfItsOwn):
 
 
 class InTheBackward(OfItsOwn):
-    """Steps each parameter as soon as its gradient is there, and frees the gradient."""
+    """Steps each parameter as soon as its gradient is accumulated, and frees the gradient."""
 
     def on_fit_start(self) -> None:
         self.own = {p: SGD([p], lr=0.1) for p in self.network.parameters()}
@@ -77,12 +77,12 @@ def test_step_on_scaled_gradients_raises_before_weights_change(
     before = parameters_of(model)
     with pytest.raises(RuntimeError, match=REFUSED):
         fit(model, make_plugin(), loader(2))
-    # What `PureFP16` gives back carries 22 bits.
+    # `PureFP16` restores weights with 22 bits.
     torch.testing.assert_close(parameters_of(model), before, rtol=2**-21, atol=2**-24)
 
 
 class OnWeightsBeside(OfItsOwn):
-    """Keeps fp32 weights beside the model, as is done by hand for half weights."""
+    """Has separate fp32 weights, as user code for half models does."""
 
     def on_fit_start(self) -> None:
         self.beside = [nn.Parameter(p.detach().float().clone()) for p in self.network.parameters()]
@@ -96,7 +96,7 @@ class OnWeightsBeside(OfItsOwn):
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_step_on_scaled_gradients_of_other_parameters_raises(scale: Any) -> None:
-    """Under `PureFP16` gradients are half until the step, and torch takes none for fp32 weights."""
+    """Not `PureFP16`: its gradients are half, which torch does not accept for fp32 weights."""
     model = OnWeightsBeside()
     before = parameters_of(model)
     with pytest.raises(RuntimeError, match=REFUSED):
@@ -110,7 +110,7 @@ def test_step_on_scaled_gradients_of_other_parameters_raises(scale: Any) -> None
 def test_step_on_gradients_of_a_second_scaled_backward_raises(
     make_plugin: Callable[[], Any],
 ) -> None:
-    """A second backward scales what the first step has unscaled and left."""
+    """A second backward adds scaled gradients to those that the first step unscaled."""
 
     class Twice(ByHand):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -150,14 +150,14 @@ def assert_trained_alike(
 ) -> None:
     way = parameters_of(reference) - start
     assert way.norm() > 1e-2
-    # Of each step's gradient, a few roundings in half: of inputs, weights, outputs, cotangents.
+    # Each gradient has a few roundings: of inputs, weights, outputs and cotangents.
     assert (parameters_of(model) - parameters_of(reference)).norm() <= (
         8 * torch.finfo(half).eps * way.norm()
     )
 
 
 class Probed(Regression):
-    """Trains a probe on features by a plain backward and an optimizer of its own, as in SSL."""
+    """Trains a probe on features by its own backward and optimizer, as in self-supervision."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -179,7 +179,7 @@ class Probed(Regression):
 
 
 def test_probe_with_unscaled_gradients_is_stepped() -> None:
-    """Its gradients stay while the next scaled backward runs, which gives the probe none."""
+    """Gradients of the probe persist during the next scaled backward, which adds none."""
     plain, scaled = Probed(), Probed()
     start = parameters_of(plain.probe)
     fit(plain, None, loader(8))
@@ -218,7 +218,7 @@ def test_nested_trainer_steps_its_own_optimizer(make_plugin: Callable[[], Any]) 
 
 
 class SharpnessAware(Optimizer):
-    """Steps an inner optimizer that shares its groups, as the SAM of most repositories does."""
+    """SAM as in most repositories: an inner optimizer that shares its parameter groups."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -230,7 +230,7 @@ class SharpnessAware(Optimizer):
 
 
 class Delegating:
-    """Wraps an optimizer without being one, as the wrapper of ScheduleFree does."""
+    """Wraps an optimizer but is not a subclass, like the wrapper of ScheduleFree."""
 
     def __init__(self, parameters: Any) -> None:
         self.base = SGD(parameters, lr=0.1)
@@ -243,7 +243,7 @@ class Delegating:
 
 
 class DelegatingOptimizer(Delegating, Optimizer):
-    """Is one by name, without `Optimizer.__init__`."""
+    """A subclass that does not call `Optimizer.__init__`."""
 
     __hash__ = object.__hash__
 
@@ -273,12 +273,12 @@ def test_fused_optimizer_with_grad_scale_unscales_by_itself() -> None:
     plain_plugin = BalancedAMP(loss_scale=1)
     fit(plain, plain_plugin, loader(4))
     fit(scaled, BalancedAMP(loss_scale=SCALES["static"]), loader(4))
-    # A scale that is a power of two moves no bit of a gradient that it does not carry over.
+    # A loss scale that is a power of two changes no bit of a gradient without overflow.
     torch.testing.assert_close(scaled.weights[-1], plain.weights[-1], rtol=1e-3, atol=1e-5)
 
 
 def test_copies_follow_a_fused_optimizer_outside_the_trainer() -> None:
-    """As of a GAN: two forwards in one training step, with a step in between."""
+    """A GAN has two forwards in one training step, with an optimizer step in between."""
 
     class Twice(ByHand):
         def on_fit_start(self) -> None:

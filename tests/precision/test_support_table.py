@@ -1,4 +1,4 @@
-"""Each cell of docs/precision/support-table.md: the training runs as in fp32, or is refused."""
+"""In each cell of docs/precision/support-table.md, training equals fp32 or raises."""
 
 import functools
 from pathlib import Path
@@ -21,7 +21,7 @@ PLUGINS: dict[str, Any] = {
     "`PureFP16` fp16": PureFP16,
     "`PureFP16` bf16": lambda: PureFP16(half="bf16"),
 }
-BOUND = {torch.float16: 2**-5, torch.bfloat16: 2**-2.5}  # of the way from the first weights
+BOUND = {torch.float16: 2**-5, torch.bfloat16: 2**-2.5}  # relative to the change of weights
 
 
 def table() -> dict[tuple[str, str], str]:
@@ -57,7 +57,7 @@ def test_training_equals_fp32_or_raises_as_the_table_states(row: str, column: st
         ours = ("`BalancedAMP", "`PureFP16", "was replaced during training")
         assert any(words in str(error.value) for words in ours)
         return
-    if row == "TorchScript":  # whose backwards keep the dtype that a process has met first
+    if row == "TorchScript":  # its backward keeps the first dtype in a process
         assert exit_code_of(check, row, column) == 0
     else:
         check(row, column)
@@ -65,14 +65,14 @@ def test_training_equals_fp32_or_raises_as_the_table_states(row: str, column: st
 
 @functools.cache
 def in_fp32(row: str) -> Any:
-    """Return the model of a row, trained without a plugin."""
+    """Return the model of a row after training without a plugin."""
     model = CASES[row]()
     fit(model, None, data())
     return model
 
 
 def check(row: str, column: str) -> None:
-    """Train under a plugin, and compare the end with that of training in fp32."""
+    """Train under a plugin and compare the weights with training in fp32."""
     model, plugin = CASES[row](), PLUGINS[column]()
     start = parameters_of(model)
     fit(model, plugin, data())

@@ -1,4 +1,4 @@
-"""A second thread in a module that computes with half copies is refused, and nothing is lost."""
+"""A second thread in a module that computes with half copies raises without side effects."""
 
 import _thread
 import contextlib
@@ -17,11 +17,11 @@ from lightning_mp.precision._weights.working_copies import WorkingCopies
 from tests.precision.models import Regression, fit, loader
 from tests.precision.working_models import X, gradients, run
 
-WAIT = 60  # seconds, for a test that hangs to end
+WAIT = 60  # seconds after which a hanging test fails
 
 
 class Meeting(nn.Linear):
-    """A layer whose forward, once, lets another thread act before it returns."""
+    """A layer that lets another thread run once during its forward."""
 
     amid: Callable[[], None] | None = None
 
@@ -33,7 +33,7 @@ class Meeting(nn.Linear):
 
 
 def in_thread(call: Callable[[], Any], start: Any = None) -> Any:
-    """Call in another thread, wait, and return the result or the exception."""
+    """Call in another thread, wait, and return the result or exception."""
     results: list[Any] = []
     done = threading.Event()
 
@@ -55,7 +55,7 @@ def in_thread(call: Callable[[], Any], start: Any = None) -> Any:
 
 @contextlib.contextmanager
 def computing(layer: Meeting, how: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Hold a second thread inside a layer; afterwards, its result is in the list."""
+    """Keep a second thread inside a layer; the list receives its result at the end."""
     inside, leave, result = threading.Event(), threading.Event(), []
 
     def amid() -> None:
@@ -105,7 +105,7 @@ def test_second_thread_raises_and_changes_no_gradient(other: Any, attached: Any)
     assert len(found) == 2
     assert isinstance(errors[0], RuntimeError)
     assert REFUSED in str(errors[0])
-    # Nothing is left behind: afterwards each thread may come.
+    # Afterwards, other threads may call the layer.
     assert isinstance(in_thread(lambda: other(layer)), Tensor)
 
 
@@ -150,7 +150,7 @@ def test_remedies_in_the_error_work(remedy: str, attached: Any) -> None:
 def test_recomputation_in_the_thread_of_autograd_is_allowed(
     use_reentrant: bool, attached: Any
 ) -> None:
-    """On a GPU it runs in a thread that Python has not started, while the caller waits."""
+    """On a GPU, autograd recomputes in a thread of its own while the caller waits."""
     torch.manual_seed(0)
     layer = Meeting(6, 4)
     attached(layer)
@@ -162,11 +162,11 @@ def test_recomputation_in_the_thread_of_autograd_is_allowed(
     results = []
 
     def backward() -> None:
-        # As CUDA's threads are: unknown to `threading`.
+        # Like the threads of CUDA, unknown to `threading`.
         results.append(in_thread(loss.backward, _thread.start_new_thread))
 
     layer.amid = backward
-    run(layer, X)  # the layer's weights are replaced in the main thread, which waits
+    run(layer, X)  # replaces weights in the main thread, which waits
     assert results == [None]
     found = [p.grad for p in layer.parameters()]
     assert all(map(torch.equal, found, expected))

@@ -1,4 +1,4 @@
-"""Half copies stand in for weights while a module computes, and nowhere else."""
+"""Half copies replace weights while a module computes, and only then."""
 
 import copy
 import gc
@@ -18,7 +18,7 @@ from tests.precision.working_models import HALVES, Seen, X, assert_close, gradie
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 
 
-# --- what rests, and what computes ---------------------------------------------------------------
+# --- parameters and copies -----------------------------------------------------------------------
 
 
 @halves
@@ -109,7 +109,7 @@ def test_gradients_of_shared_tied_and_reentrant_modules_accumulate_in_fp32(attac
             self.shared, self.depth = nn.Linear(8, 8), 0
 
         def forward(self, ids: Tensor) -> Tensor:
-            if ids.is_floating_point():  # called from within
+            if ids.is_floating_point():  # called from within its forward
                 return self.shared(ids)
             x = self.shared(self.embed(ids))
             return self.head(self(x))
@@ -160,7 +160,7 @@ def test_frozen_weights_have_a_half_copy_and_no_autograd_node(attached: Any) -> 
     assert layer.weight.grad is None
 
 
-# --- keeping up with the weights -----------------------------------------------------------------
+# --- updates of copies ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -186,7 +186,7 @@ def test_writes_with_version_counters_update_the_copy_at_once(attached: Any) -> 
 
 
 def test_step_of_one_network_keeps_the_graph_of_another(attached: Any) -> None:
-    """As of a GAN: the generator's graph is older than the discriminator's step."""
+    """In a GAN, the graph of the generator is older than the step of the discriminator."""
     generator, judge = nn.Linear(6, 6), nn.Linear(6, 1)
     working = attached(nn.ModuleList([generator, judge]))
     optimizer = SGD(judge.parameters(), lr=0.1)
@@ -218,11 +218,11 @@ def test_copies_created_in_inference_mode_work_in_training(attached: Any) -> Non
     assert len(gradients(module, X)) == 6
 
 
-# --- writes by a forward -------------------------------------------------------------------------
+# --- writes in a forward -------------------------------------------------------------------------
 
 
 class Clamps(nn.Linear):
-    """Clamps its weight whenever it computes, in one of three ways."""
+    """Clamps its weight in each forward, in one of four ways."""
 
     way = "no_grad"
 
@@ -253,7 +253,7 @@ def test_write_in_the_forward_reaches_the_parameter(way: str, attached: Any) -> 
     assert isinstance(layer.weight, nn.Parameter)
     assert layer.weight.detach().abs().max() < 0.1001
     if way != "parameter":
-        assert torch.equal(layer.weight[small], start[small])  # bits that half does not have
+        assert torch.equal(layer.weight[small], start[small])  # more bits than half
     layer.weight.data.fill_(0.3)
     for _ in range(3):
         working.refresh()

@@ -1,4 +1,4 @@
-"""Modules with ways of their own to use their weights, and compiled code, with half copies."""
+"""Modules that use their weights in unusual ways, and compiled modules, with half copies."""
 
 import copy
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from tests.precision.working_models import HALVES, Seen, X, assert_close, gradie
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 
 
-# --- modules with ways of their own --------------------------------------------------------------
+# --- modules -------------------------------------------------------------------------------------
 
 
 @halves
@@ -23,7 +23,7 @@ halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 def test_transformer_encoder_with_a_padding_mask_is_close_to_fp32(
     half: torch.dtype, training: bool, attached: Any
 ) -> None:
-    """Its inference path takes weights past their modules, and knows no autocast."""
+    """The fast path of inference uses weights without their modules and ignores autocast."""
     torch.manual_seed(5)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     module = nn.Sequential(nn.Linear(6, 8), nn.TransformerEncoder(layer, 2))
@@ -84,7 +84,7 @@ def test_functional_calls_compute_with_the_given_weights(attached: Any) -> None:
 
 
 def test_second_derivatives_pass_through_copies(attached: Any) -> None:
-    """As of a gradient penalty."""
+    """A gradient penalty needs second derivatives."""
     module = network()
     plain = copy.deepcopy(module)
     attached(module, keep=[module[2]])
@@ -101,7 +101,7 @@ def test_second_derivatives_pass_through_copies(attached: Any) -> None:
     assert_close(*found, torch.float16)
 
 
-# --- compiled code -------------------------------------------------------------------------------
+# --- compiled modules ----------------------------------------------------------------------------
 
 
 class _Whole(nn.Sequential):
@@ -118,7 +118,7 @@ def test_compiled_module_is_one_graph_and_learns(way: str, attached: Any) -> Non
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     module: Any = network()
-    if way == "whole":  # torch compiles the members of an nn.Sequential one by one
+    if way == "whole":  # torch compiles members of an nn.Sequential separately
         module = _Whole(*module)
         module.compile(backend="aot_eager")
     elif way == "wrapped":

@@ -1,4 +1,4 @@
-"""What the tests of working copies share: models, and how to run them under autocast."""
+"""Models for tests of half copies, and functions that run them under autocast."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Seen(nn.Linear):
-    """A layer that says what it computes with."""
+    """A layer that records the dtype of its weight in the forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = self.weight.dtype
@@ -32,7 +32,7 @@ def gradients(module: nn.Module, *args: Any, half: torch.dtype = torch.float16) 
 
 
 def assert_close(values: list[Tensor], expected: list[Tensor], half: torch.dtype) -> None:
-    """Compare as a whole; each product rounds its inputs to `eps`, and a few follow each other."""
+    """Compare the norm of all errors with the rounding of a few consecutive products."""
     assert len(values) == len(expected)
     one = torch.cat([v.double().flatten() for v in values])
     other = torch.cat([v.double().flatten() for v in expected])
