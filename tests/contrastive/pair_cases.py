@@ -1,4 +1,4 @@
-"""Batches with options that say what belongs to what, and what the options stand for."""
+"""Batches with pair options, and the dense targets that the options stand for."""
 
 import copy
 import itertools
@@ -76,7 +76,7 @@ class Case:
         self.multi_positive()
 
     def captions(self) -> None:
-        """Each image has none to three of its rank's texts, each text at most one image."""
+        """Each image has zero to three texts of its rank, each text at most one image."""
         self._list(shared=False)
 
     def weighted_captions(self) -> None:
@@ -203,7 +203,7 @@ class Case:
         self.dense["column_weights"] = weights.new_zeros(self.n).index_copy(0, own, weights)
 
     def of_rank(self, rank: int) -> "Case":
-        """The part of a rank."""
+        """Return the rank batch of a rank."""
         part = copy.copy(self)
         part.features = [self.part(x, rank) for x in self.features]
         part.call = {key: self.part(value, rank) for key, value in self.call.items()}

@@ -1,4 +1,4 @@
-"""More texts than images, and one direction: sentence-transformers' ranking loss in float64."""
+"""Extra texts and single directions, compared with a float64 ranking loss."""
 
 import itertools
 from typing import Any

@@ -80,7 +80,7 @@ def dense(
 
 
 def batch(sizes: Sizes, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return features and ids of all ranks, and which texts are the images' own."""
+    """Return features and ids of all ranks, and the rows of the positives."""
     generator = torch.Generator().manual_seed(seed)
     b, n = (sum(size[side] for size in sizes) for side in (0, 1))
     image, text = (

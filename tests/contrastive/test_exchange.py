@@ -1,4 +1,4 @@
-"""Both exchanges against one process with the global batch, after the mean that DDP takes."""
+"""Both exchanges with DDP's mean equal one process with the global batch."""
 
 import itertools
 from collections import Counter
@@ -31,7 +31,7 @@ BATCHES = {
 
 
 class TwoTowers(nn.Module):
-    """Small encoders with a scale and a bias, the same on every rank."""
+    """Two small towers with a logit scale and bias, equal on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
 
 
 def make_loss(name: str, **options: Any) -> ContrastiveLoss:
-    """A loss whose workspace may be smaller than what the constructor takes."""
+    """Return a loss; its workspace may be smaller than the constructor accepts."""
     options = {**EXCHANGES[name], **options}
     workspace_bytes = options.pop("workspace_bytes", None)
     loss = ContrastiveLoss(**options)
@@ -139,7 +139,7 @@ COLLECTIVES = {
 
 
 class Collectives(TorchDispatchMode):
-    """What was sent, by the names of c10d's operators."""
+    """Records collectives by the names of the c10d operators."""
 
     def __init__(self) -> None:
         super().__init__()

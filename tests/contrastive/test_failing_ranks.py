@@ -1,4 +1,4 @@
-"""What ranks say when one of them fails, is gone, or asks for something else than the others."""
+"""Errors of all ranks if one rank fails, exits or has other options."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -101,7 +101,7 @@ LOSSES = (ContrastiveLoss, ClipLoss, SigmoidContrastiveLoss, lambda: MatryoshkaL
 
 @pytest.fixture
 def nccl(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """The facts that ranks of an NCCL group have sent so far; a rank receives all of them."""
+    """Return the facts that ranks of a simulated NCCL group have sent; every rank receives them."""
     sent: list[Tensor] = []
 
     def all_gather(by_rank: Tensor, mine: Tensor, group: object) -> None:

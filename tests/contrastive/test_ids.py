@@ -1,4 +1,4 @@
-"""Pairs of equal ids are no negatives: of one process, of several ranks, of both losses."""
+"""Pairs with equal ids are masked in both losses, on one process and on several ranks."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ def dense(
 
 
 def of_logits(name: str, ids: Tensor, logits: Tensor) -> Tensor:
-    """The formulas with other pairs of equal ids masked in every sum, by autograd."""
+    """Return the loss with duplicates masked in every sum, for autograd."""
     own = torch.eye(len(ids), dtype=torch.bool)
     logits = logits.masked_fill((ids[:, None] == ids) & ~own, -torch.inf)
     if name == "sigmoid":
@@ -36,7 +36,7 @@ def of_logits(name: str, ids: Tensor, logits: Tensor) -> Tensor:
 
 
 def few_ids(b: int, seed: int) -> Tensor:
-    """Most rows share their id with another or two; ids are wide and of both signs."""
+    """Return 64-bit ids of both signs; most rows share their id with one or two others."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-b // 4, b // 4 + 1, (b,), generator=generator) * 2**40
 

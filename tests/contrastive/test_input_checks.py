@@ -1,4 +1,4 @@
-"""Inputs that are no error and hardly meant are said once, without a wait for the device."""
+"""Valid but implausible inputs warn once, without a host sync."""
 
 import copy
 import pickle
@@ -55,7 +55,7 @@ def test_probable_mistake_warns_once(name: str, as_tensor: bool) -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("name", WRONG)
 def test_inputs_of_matryoshka_are_checked_like_features(name: str, normalize: bool) -> None:
-    """But for the norms of features that it normalises, which are nobody's mistake."""
+    """Norms are not checked if the loss normalises the features."""
     features, scale, message = WRONG[name]
     warned = said(MatryoshkaLoss(widths=[WIDTH, 4], normalize=normalize), features, scale)
     assert [message in one for one in warned] == ([] if normalize and name == "norms" else [True])

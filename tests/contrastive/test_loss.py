@@ -1,4 +1,4 @@
-"""`ContrastiveLoss` on one process against a dense float64 reference, on fresh random data."""
+"""`ContrastiveLoss` on one process equals a dense float64 reference on random data."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ GRADIENT_TOLERANCE = {
 def make_features(
     b: int, width: int, dtype: torch.dtype, closeness: float = 0.5, norm: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Random pairs; `closeness` 1 makes texts equal to their images."""
+    """Return random pairs; with `closeness=1`, texts equal their images."""
     image = torch.randn(b, width, dtype=torch.float64)
     text = closeness * image + (1 - closeness) * torch.randn(b, width, dtype=torch.float64)
     return tuple((norm * F.normalize(x, dim=-1)).to(dtype).requires_grad_() for x in (image, text))
@@ -38,7 +38,7 @@ def make_features(
 def errors(
     image: Tensor, text: Tensor, scale: float, gain: float = 1.0, **kwargs: Any
 ) -> dict[str, float]:
-    """Relative errors of the loss and its gradients; `gain` is a loss scale for fp16."""
+    """Return relative errors of loss and gradients; `gain` is a loss scale for fp16."""
     scale_leaf = torch.tensor(
         scale, requires_grad=True, dtype=torch.promote_types(image.dtype, torch.float32)
     )
@@ -108,7 +108,7 @@ def test_converged_loss_keeps_relative_precision_with_tiny_gradients() -> None:
 
 
 def test_usual_formula_loses_the_digits_of_converged_pairs() -> None:
-    """What the test above guards against: the usual formula returns rounding noise."""
+    """The usual formula returns rounding noise for pairs of the tests above."""
     image, text = (x.detach() for x in make_features(193, 256, torch.float32, closeness=1.0))
     expected = reference(image, text, 60.0)
     usual = F.cross_entropy(60.0 * image @ text.T, torch.arange(193))

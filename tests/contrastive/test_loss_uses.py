@@ -1,4 +1,4 @@
-"""What users do with the loss: mixed dtypes, numpy scales, copies, pickles, odd derivatives."""
+"""Mixed dtypes, numpy scales, copies, pickles and higher derivatives of the loss."""
 
 import copy
 import os
@@ -53,7 +53,7 @@ def test_numpy_numbers_are_accepted_as_scale(scale: Any) -> None:
 
 
 class Scaled(ContrastiveLoss):
-    """A subclass with a parameter, an attribute and an `__init__` of its own."""
+    """A subclass with its own parameter, attribute and `__init__`."""
 
     def __init__(self, start: float) -> None:
         super().__init__(backend="torch")

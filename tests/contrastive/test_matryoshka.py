@@ -1,4 +1,4 @@
-"""`MatryoshkaLoss` against the sum over normalised prefixes in float64, on one rank and several."""
+"""`MatryoshkaLoss` equals the float64 sum over normalised prefixes, on one rank and several."""
 
 import contextlib
 import itertools
@@ -35,7 +35,7 @@ def dense(
     ids: Tensor | None = None,
     normalize: bool = True,
 ) -> Tensor:
-    """The sum over prefixes of both cross entropies, by autograd."""
+    """Return the sum of both cross-entropies over prefixes, for autograd."""
     total, rows = scale * 0, torch.arange(len(image))
     for width, weight in zip(WIDTHS, WEIGHTS, strict=True):
         cut = [x[:, :width] for x in (image, text)]
@@ -146,7 +146,7 @@ def test_loss_across_ranks_equals_one_process(sizes: list[tuple[int, int]]) -> N
 
 
 def _gathers(rank: int) -> list[int]:
-    """How many values of features a rank sends for one width, and for three."""
+    """Return the number of feature values that a rank sends for one width and for three."""
     image, text, scale = data(8, 8, 24, rank, torch.float32)
     sent: list[int] = []
     gather = slices.all_gather
@@ -243,7 +243,7 @@ def test_error_shows_the_shapes_before_prefixes_are_taken(name: str, loss: Contr
 
 
 def _with_one_that_is_wrong(rank: int) -> list[str]:
-    """What is said on each rank of two, of which the second passes something wrong."""
+    """Return the error on each of two ranks if the second passes an invalid argument."""
     said = []
     for wrong, _ in WRONG.values():
         call: dict[str, Any] = {x: torch.ones(3, 8) for x in ("image_features", "text_features")}

@@ -1,4 +1,4 @@
-"""The loss, its strategy and sharded precision on ranks that talk over NCCL, a GPU each.
+"""The loss, its strategy and sharded precision over NCCL, with one GPU per rank.
 
 The same ranks are rehearsed over gloo on the CPU. A machine with one GPU runs the rehearsal only.
 """
@@ -37,7 +37,7 @@ def start(function: Callable[..., Any], backend: str, *args: Any) -> list[Any]:
 
 
 def _on_gpu(rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Put NCCL in the place of the group that the ranks were started with."""
+    """Replace the initial process group by an NCCL group."""
     world_size = dist.get_world_size()
     dist.destroy_process_group()
     torch.cuda.set_device(rank)
@@ -49,7 +49,7 @@ def _on_gpu(rank: int, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def features(sizes: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return all ranks' features of length one, the same on every rank."""
+    """Return the normalised features of all ranks, equal on every rank."""
     generator = torch.Generator().manual_seed(3)
     image, noise = (torch.randn(sum(sizes), WIDTH, generator=generator) for _ in range(2))
     pairs = (image, 0.4 * image + noise)
@@ -62,7 +62,7 @@ def batches_of(world_size: int) -> list[list[int]]:
 
 
 def loss_on_rank(rank: int, device: str, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Return loss and gradients of each case, as a rank has them."""
+    """Return loss and gradients of each case on a rank."""
     results = []
     for sizes in batches_of(dist.get_world_size()):
         first = [0, *accumulate(sizes)][rank]

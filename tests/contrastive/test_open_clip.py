@@ -1,4 +1,4 @@
-"""`ClipLoss` as open_clip's `create_loss` makes it, against open_clip's formula.
+"""`ClipLoss`, created as in open_clip's `create_loss`, equals open_clip's formula.
 
 `test_open_clip_classes.py` sets both losses beside open_clip's own classes.
 """
@@ -19,14 +19,14 @@ BATCH, WIDTH = 12, 16
 
 
 def factory(rank: int, world_size: int, **changed: Any) -> ClipLoss:
-    """Make the loss as open_clip's `create_loss` does with its command line's defaults."""
+    """Return the loss of open_clip's `create_loss` with the default command-line arguments."""
     arguments = {"local_loss": False, "gather_with_grad": False, "cache_labels": True}
     arguments |= {"rank": rank, "world_size": world_size, "use_horovod": False}
     return ClipLoss(**{**arguments, **changed})
 
 
 def formula(image: Tensor, text: Tensor, scale: Tensor | float) -> Tensor:
-    """Return open_clip's loss: the mean of two cross entropies, here in float64."""
+    """Return open_clip's loss, the mean of two cross-entropies, in float64."""
     logits = scale * image.double() @ text.double().T
     labels = torch.arange(len(logits))
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2

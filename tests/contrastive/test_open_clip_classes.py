@@ -1,4 +1,4 @@
-"""Both losses in the place of open_clip's on several ranks, and `SigLipLoss`'s arguments.
+"""Both losses replace those of open_clip on several ranks; arguments of `SigLipLoss`.
 
 What open_clip's own tests ask of a loss, as of its 4.2 (`tests/test_siglip_chunked_loss.py`, and
 the tests of its tasks): a size of chunks, whatever remains for the last, does not show in value and
@@ -99,7 +99,7 @@ def test_world_size_without_process_group_raises() -> None:
 
 
 def _mean_over_ranks(loss: Tensor, features: list[Tensor]) -> list[Tensor]:
-    """Return loss and gradients of all pairs after the mean that DDP takes."""
+    """Return loss and gradients of all pairs, averaged over ranks as in DDP."""
     found = [x.clone() for x in with_gradients(loss, features)]
     for x in found:
         dist.all_reduce(x)

@@ -1,4 +1,4 @@
-"""The loss as operators: what compilers, autocast and FLOP counters see of it, and its choices."""
+"""Custom operators of the loss under compilers and autocast, and the choice of a backend."""
 
 import warnings
 from collections.abc import Callable
@@ -43,7 +43,7 @@ COMBINATIONS = [
 
 
 def opcheck(compute: Callable[[], Any], what: str) -> None:
-    """Check the operator that a loss calls, and that of its backward, with the same arguments."""
+    """Run opcheck on the operator of a loss and on its backward operator."""
     with mock.patch.object(_operator, what, wraps=getattr(_operator, what)) as operator:
         loss = compute()
     (inputs,) = operator.call_args_list

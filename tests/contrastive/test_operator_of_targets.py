@@ -1,4 +1,4 @@
-"""The loss with options of pairs as operators: one graph for compilers, the same to the bit."""
+"""Losses with pair options compile to one graph that is bitwise equal to eager mode."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def compiled(function: Any, **options: Any) -> Any:
 
 
 def step_of(case: Case) -> Any:
-    """Return a function of leaves to their loss; torch 2.10 makes no module inside of a graph."""
+    """Return a function from leaves to their loss; torch 2.10 creates no module in a graph."""
     loss_fn = ContrastiveLoss(**case.setup)
 
     def step(*leaves: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses of several ranks under `torch.compile`: one graph, and the bits of the eager ones."""
+"""Losses across ranks compile to one graph that is bitwise equal to eager mode."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def _compare(rank: int, name: str, options: dict[str, Any], locked: tuple[int, .
 
 
 def _others(rank: int) -> None:
-    """Losses with targets or prefixes, and a rank that locks what the other one trains."""
+    """Compare compiled and eager losses if ranks have different locked towers."""
     text, scale = torch.randn(5, 24, requires_grad=True), torch.tensor(2.0, requires_grad=True)
     image = torch.randn(3, 24, requires_grad=rank == 1)
     losses: dict[str, Any] = {
@@ -98,7 +98,7 @@ REST = [
 def test_compiled_loss_across_ranks_is_one_graph_and_equals_eager(
     cases: list[Any], others: bool
 ) -> None:
-    """Processes of their own import the compiler anew, so a case takes all losses of the gate."""
+    """Each new process imports the compiler, so one case covers several losses."""
     run_ranks(_compare_all, 2, cases, others)
 
 

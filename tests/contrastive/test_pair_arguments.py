@@ -1,4 +1,4 @@
-"""What options of pairs cannot be, on one process and on several."""
+"""Invalid pair options raise on one process and on all ranks."""
 
 import math
 from typing import Any

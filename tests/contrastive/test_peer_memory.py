@@ -1,4 +1,4 @@
-"""What a peer's loss over local rows holds at its peak, as `docs/exactness.md` has it.
+"""Peak memory of a loss over local rows, as stated in `docs/exactness.md`.
 
 Shapes:
     b: global batch. r: batch of one of W ranks. D: feature width.

@@ -1,4 +1,4 @@
-"""The sigmoid loss against open_clip's formula in float64, on one rank and on several."""
+"""The sigmoid loss equals open_clip's formula in float64, on one rank and on several."""
 
 import contextlib
 import math
@@ -144,7 +144,7 @@ def test_non_finite_values_propagate(value: float) -> None:
 
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_second_derivative_raises(is_trained: bool) -> None:
-    """Gradients wait for the backward: without a scale to train it had nothing to differentiate."""
+    """The loss also raises if the logit scale is not trained."""
     image, text, *scalars = leaves(5, 8, torch.float32, 10.0, -10.0)
     loss = SigmoidContrastiveLoss()(image, text, *(scalars if is_trained else (10.0, -10.0)))
     (gradient,) = torch.autograd.grad(loss, image, create_graph=True)

@@ -1,4 +1,4 @@
-"""The sigmoid loss with several texts an image, negatives of one image and weights, in float64."""
+"""The sigmoid loss with `positives`, `negatives` and weights equals a float64 formula."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ NAMES = ("positives", "negatives", "weights", "all")
 
 
 def batch(sizes: Sizes) -> dict[str, Tensor]:
-    """Return the batch of all ranks; `positives` are rows of each rank's own texts."""
+    """Return the global batch; `positives` index the texts of each rank."""
     torch.manual_seed(0)
     b, n = (sum(size[side] for size in sizes) for side in (0, 1))
     kinds = {"image": (b, 6), "text": (n, 6), "negatives": (b, 3, 6)}

@@ -1,4 +1,4 @@
-"""`LossStatistics` of both losses against all pairs in float64, on one rank and on several."""
+"""`LossStatistics` of both losses equal those of all pairs in float64, also across ranks."""
 
 import itertools
 import math

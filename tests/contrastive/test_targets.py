@@ -1,4 +1,4 @@
-"""Options that say what belongs to what and how much, against dense targets in float64."""
+"""Pair options equal dense targets in float64."""
 
 import math
 from typing import Any, get_type_hints
@@ -51,7 +51,7 @@ SIZES: list[Sizes] = [[(9, 14)], [(8, 8), (5, 17)], [(3, 9), (7, 7), (1, 20), (6
 
 
 def _exchange(name: str, sizes: Sizes) -> str:
-    """Another one for each case, and for each number of ranks."""
+    """Return an exchange that varies with the case and the number of ranks."""
     return list(EXCHANGES)[(CASES.index(name) + len(sizes) // 2) % len(EXCHANGES)]
 
 
@@ -121,7 +121,7 @@ def test_relative_threshold_of_a_negative_similarity_is_below_it() -> None:
 
 
 def copies_of_positives(dtype: torch.dtype) -> list[Tensor]:
-    """Features of 60 pairs of which every text stands twice, and the mask of their copies."""
+    """Return features of 60 pairs with duplicated texts, and the mask of the copies."""
     generator = torch.Generator().manual_seed(3)
     image, text = (torch.randn(b, 48, generator=generator) for b in (60, 30))
     image, text = (F.normalize(x, dim=1).to(dtype) for x in (image, text.repeat(2, 1)))
@@ -132,7 +132,7 @@ def copies_of_positives(dtype: torch.dtype) -> list[Tensor]:
 def check_copies(
     loss_fn: ContrastiveLoss, dtype: torch.dtype, guide: torch.dtype | None = None
 ) -> None:
-    """Without a margin a copy of the positive is as near as it, and stays a negative."""
+    """Check that without a margin, a copy of the positive remains a negative."""
     *features, copies = copies_of_positives(dtype)
     judges, call = features, {}
     if guide is not None:
@@ -233,7 +233,7 @@ def test_label_smoothing_equals_torch() -> None:
 
 @pytest.mark.parametrize("directions", ["both", "text_to_image"])
 def test_text_whose_id_masks_all_images_has_an_empty_target(directions: str) -> None:
-    """Smoothing spreads over no image there, and gradients were NaN."""
+    """Label smoothing has no image to spread over; gradients must not be NaN."""
     image, text = (torch.randn(x, 4, dtype=torch.float64, requires_grad=True) for x in (3, 5))
     options: Any = {"directions": directions, "label_smoothing": 0.2}
     loss = ContrastiveLoss(**options)(image, text, 1.0, ids=torch.tensor([7, 7, 7, 5, 7]))

@@ -1,4 +1,4 @@
-"""Options of pairs where only some inputs train, with values that are no numbers, and compiled."""
+"""Pair options with partially trained inputs, non-finite values, autocast and several ranks."""
 
 import itertools
 import math
@@ -104,7 +104,7 @@ def test_fewer_texts_than_images_can_be_shared() -> None:
 
 
 def _shared(rank: int) -> list[Tensor]:
-    """Images and texts of one of two ranks, and which text belongs to which image."""
+    """Return images and texts of one of two ranks, and the positives."""
     generator = torch.Generator().manual_seed(rank)
     b, n = ((9, 4), (3, 6))[rank]
     image, text = (torch.randn(size, 12, generator=generator) for size in (b, n))

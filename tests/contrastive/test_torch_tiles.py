@@ -1,4 +1,4 @@
-"""The torch tile backend: its contract on shards, its tiles' size, and the memory it takes."""
+"""The torch tile backend: sweeps of shards, tile sizes, memory and stored tiles."""
 
 import contextlib
 import dataclasses
@@ -71,7 +71,7 @@ def test_tile_size_is_the_largest_that_fits_the_budget(width: int, budget: int) 
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside occupied at a time, each storage once."""
+    """Records the peak bytes of tensors created inside; each storage counts once."""
 
     def __enter__(self) -> "PeakBytes":
         self._storages: dict[int, tuple[object, int]] = {}
@@ -88,7 +88,7 @@ class PeakBytes(TorchDispatchMode):
         return result
 
     def alive(self) -> int:
-        """The bytes that still are."""
+        """Return the bytes of live tensors."""
         self._storages = {
             key: (weak, size)
             for key, (weak, size) in self._storages.items()
@@ -113,7 +113,7 @@ def test_memory_is_the_workspace_plus_a_linear_part(b: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("loss", [ContrastiveLoss, SigmoidContrastiveLoss])
 def test_operator_saves_only_two_gradients_for_the_backward(loss: type[ContrastiveLoss]) -> None:
-    """Autograd would make zeros for each of its outputs, also of those that have no gradient."""
+    """Autograd would create zeros for every output, even without a gradient."""
     b, width = 1024, 16
     image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))
     with PeakBytes() as bytes_made:

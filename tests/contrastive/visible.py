@@ -1,4 +1,4 @@
-"""Losses without their operator, into which dispatch modes do not see; and on given tiles."""
+"""Losses without custom operators, which hide their ops from dispatch modes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 
 
 class _Visible(torch.autograd.Function):
-    """What the operator does, as a function of autograd."""
+    """The operator as an `autograd.Function`."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -29,7 +29,7 @@ class _Visible(torch.autograd.Function):
 
 @contextlib.contextmanager
 def visible() -> Iterator[None]:
-    """Open losses whose forward and backward run inside."""
+    """Replace the operators of losses by `autograd.Function`s within the context."""
     with (
         mock.patch.object(_operator, "contrastive_loss", _Visible.apply),
         mock.patch.object(_operator, "_on_host", _Visible.apply),
@@ -39,7 +39,7 @@ def visible() -> Iterator[None]:
 
 
 def loss_on(tiles: TileBackend, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """Return the loss of one process on a tile backend that no choice makes."""
+    """Return the loss of one process on a given tile backend."""
     with mock.patch.object(Request, "tiles", return_value=tiles):
         loss, _ = _operator.loss_of(Request(image, text, scale).checked())
     return loss

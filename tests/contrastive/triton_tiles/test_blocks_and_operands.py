@@ -1,4 +1,4 @@
-"""Blocks, operands, products and the table of tile shapes: what the Triton backend does in torch.
+"""Blocks, operands, products and the table of tile shapes of the Triton backend.
 
 Shapes:
     b: rows. m: columns. D: width. n, c: rows and columns of one block.

@@ -1,4 +1,4 @@
-"""What the launchers refuse, and how a tile shape is chosen."""
+"""Errors of the launchers, and the choice of a tile shape."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""What `tile_dtype` and the formats of features promise, on the CPU interpreter.
+"""Precision for each `tile_dtype` and dtype of features, in Triton's interpreter.
 
 Shapes:
     b: rows. m: columns. D: width.

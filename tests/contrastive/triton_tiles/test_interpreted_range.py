@@ -1,4 +1,4 @@
-"""Logits outside the fast paths' range on the CPU interpreter: tiles done twice, the wide twin.
+"""Logits outside the range of the fast path: recomputed tiles and the wide variant.
 
 Shapes:
     b: rows. m: columns. D: width.
@@ -36,7 +36,7 @@ MODES = pytest.mark.parametrize(
 
 
 class _Noting:
-    """Stands in for a kernel: notes its launches, and launches it."""
+    """Replaces a kernel: records and forwards its launches."""
 
     def __init__(self, kernel: Any, note: Callable[..., None]) -> None:
         self._kernel, self._note = kernel, note
@@ -50,7 +50,7 @@ class _Noting:
 
 
 class _Redone(_Noting):
-    """Stands in for the kernel that merges tiles, and notes which of them were done twice."""
+    """Replaces the kernel that merges tiles, and records which tiles are recomputed."""
 
     def __init__(self, kernel: Any) -> None:
         super().__init__(kernel, lambda *arguments, **_: self._flags.append(arguments[2].clone()))

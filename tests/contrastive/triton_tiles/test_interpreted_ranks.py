@@ -1,4 +1,4 @@
-"""The loss of two ranks on Triton's tiles, which keep products for the backward or have no room to.
+"""The loss of two ranks on Triton tiles, with and without stored products.
 
 Shapes:
     b: a rank's images. n: its texts.

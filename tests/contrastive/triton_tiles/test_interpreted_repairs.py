@@ -1,4 +1,4 @@
-"""The faults of Triton's CPU interpreter that the other interpreted tests have repaired."""
+"""Faults of Triton's interpreter, and their repairs for interpreted tests."""
 
 import contextlib
 from collections.abc import Callable

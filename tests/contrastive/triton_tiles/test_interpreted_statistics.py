@@ -30,7 +30,7 @@ def test_statistics_equal_float64(name: str, dtype: torch.dtype, tile_dtype: str
 @pytest.mark.parametrize("scale", [1.0, 3e3])
 @pytest.mark.parametrize("workspace_bytes", [None, 1])
 def test_maxima_of_plain_and_recomputed_tiles(scale: float, workspace_bytes: int | None) -> None:
-    """At 3,000 nearly every tile has a row that is too far from the reference."""
+    """At a scale of 3,000, nearly every tile has a row too far from the reference."""
     rows, columns = (normalize(torch.randn(count, 40), dim=1) for count in (150, 270))
     logits = scale * rows.double() @ columns.double().T
     logits.diagonal(3).fill_(-torch.inf)

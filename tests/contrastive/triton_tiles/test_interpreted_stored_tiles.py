@@ -1,4 +1,4 @@
-"""Products that the first sweep keeps for the second: how many, that they are read, and exactness.
+"""Products that the first sweep stores for the second: number, use and exactness.
 
 Shapes:
     b: rows. m: columns. D: width.
@@ -45,7 +45,7 @@ FOR_BLOCKS = 2**27  # bytes of the workspace that nothing is kept in
     ],
 )
 def test_loss_and_gradients_with_partly_stored_products_equal_float64(case: str) -> None:
-    """Where all is kept, as in the other tests of losses, there is nothing left to fit to it."""
+    """Other tests of losses store all products; here only a part fits the workspace."""
     b, workspace_bytes = 141, FOR_BLOCKS + 4 * 130 * 144
     tiles = TritonTiles(workspace_bytes)
     values = tiles.stored_values(b, b, FP32, CPU)
@@ -131,7 +131,7 @@ def _masked(logits: Logits) -> Tensor:
 
 
 def test_stored_products_with_distant_log_sum_exps_equal_recomputed_ones() -> None:
-    """Rows and columns whose log-sum-exps lie further apart than one exponential serves."""
+    """Log-sum-exps of rows and columns are too distant for the narrow variant."""
     shard, tiles = make_shard(65, 63, 24, FP32), TritonTiles()
     shard.lse = shard.lse[0] + 40.0, shard.lse[1] - torch.linspace(0, 60, 63).double()
     stored = torch.empty(65 * 64)

@@ -1,4 +1,4 @@
-"""Options beside the sweeps on Triton tiles, in Triton's interpreter."""
+"""Pair options on Triton tiles, in Triton's interpreter."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Similarities above a limit, which rows and columns leave out of their sums, on Triton tiles."""
+"""Masking of similarities above a threshold, on Triton tiles."""
 
 import itertools
 
