@@ -57,7 +57,8 @@ TABLE = {
     "extra bytes": "{peak_extra_bytes:,}",
     "/ 4bD": "{peak_features:.1f}",
 }
-_PROBE_SHARE = 8  # a trial call has an eighth of the batch: a 64th of the work
+# A trial call has an eighth of the batch, a 64th of the work, and at most this many pairs.
+_PROBE_SHARE, _PROBE_PAIRS = 8, 32768
 _SAMPLES = 64  # pairs that are compared with float64
 # Log-sum-exps of fp32 logits near 100 have errors of about 2e-5.
 PASS_TOLERANCES = {"term_error": 5e-4, "mean_error": 1e-5}
@@ -192,9 +193,9 @@ def gemm_steps(case: Case, square: int) -> tuple[dict[str, Callable[[], object]]
 
 
 def too_slow(contender: Contender, case: Case, limit: float | None) -> str | None:
-    """Return a reason if a call would take too long, judged by one with an eighth of the batch."""
+    """Return a reason if a call would take too long, judged by one with fewer pairs."""
     # A multiple of 64, because Inf-CL accepts no other batch.
-    rows = max(64, case.batch // _PROBE_SHARE // 64 * 64)
+    rows = max(64, min(case.batch // _PROBE_SHARE, _PROBE_PAIRS) // 64 * 64)
     if limit is None or rows >= case.batch:
         return None
     step = {"": partial(replace(case, batch=rows).inputs(contender.storage).run, contender.loss)}
