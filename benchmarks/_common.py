@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing, facts about the machine, command line, CSV and tables.
+"""Shared by all benchmarks: timing, facts about the machine, command line, CSV and tables.
 
 Contenders run in turn, A B C A B C, because machines drift: clock rates, temperature, other work.
 Drift then affects all contenders alike and cancels in a ratio within one round. `ms` is the median
@@ -165,7 +165,7 @@ def append_rows(
 ) -> None:
     """Append rows to a CSV file, and add columns that it lacks.
 
-    Of rows that differ only in the date and in the `measured` columns, the last one stays.
+    If rows differ only in the date and in the `measured` columns, only the last one is kept.
     """
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     old = list(csv.DictReader(lines))

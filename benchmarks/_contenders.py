@@ -28,9 +28,9 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 BACKENDS = "triton", "torch"
 BIAS = -10.0  # SigLIP's initial bias
 BLOCKS = 8  # blocks of texts, as from 8 ranks
-# The relative difference that rounding logits to the dtype explains: by up to 0.25 near 100 in
-# bf16, by up to 0.03 near SigLIP's 10, where sigmoids are rounded as well. tf32 cuts operands to 10
-# bits, which changes a logit of 20 by up to 0.02.
+# Relative differences that the rounding of logits explains. bf16 changes logits near 100 by up to
+# 0.25, and logits near SigLIP's 10 by up to 0.03; sigmoids are rounded as well. tf32 cuts operands
+# to 10 bits, which changes a logit of 20 by up to 0.02.
 TOLERANCES = {
     "softmax": {"fp32": 1e-4, "bf16": 0.2, "fp16": 0.05, "tf32": 0.05},
     "sigmoid": {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2},

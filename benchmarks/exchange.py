@@ -1,11 +1,11 @@
-"""Count what the host of one rank launches, sends and waits for in one loss, by exchange and ranks.
+"""Count one rank's kernel launches, collectives and host syncs in one loss, by exchange and ranks.
 
-Forward and backward run through the Triton launchers on tensors without memory and in a process
-group without peers. Launches are counted and not executed, so the counts are exact and need no GPU.
-A stated model computes seconds from the counts, which show whether host or device waits in a step.
-Rows with a shortest batch have rank 1 with fewer pairs, as in the last batch of an epoch. A second
-table computes the device time saved by storing tiles of the first sweep for the second, as
-`TorchTiles` does for all features and `TritonTiles` for fp32.
+Forward and backward run through the Triton launchers with fake tensors and a fake process group.
+Launches are counted but not executed, so the counts are exact and need no GPU. A simple cost model
+computes times from the counts, which show whether the host or the device is the bottleneck of a
+step. If `shortest` is smaller than the pairs of a rank, rank 1 has fewer pairs, as in the last
+batch of an epoch. A second table computes the device time saved by storing tiles of the first sweep
+for the second, as `TorchTiles` does for all features and `TritonTiles` for fp32.
 
     python benchmarks/exchange.py
 """
@@ -41,15 +41,15 @@ from lightning_mp.plan.table import aligned
 CASES = ((8, 8192), (64, 1024), (256, 256))
 SHORTEST = 10  # pairs of rank 1 in the uneven cases
 
-# The model. A launch of torch, of Triton and of a collective on the host, from profiles of H100
-# machines; a product at 400 TFLOP/s, half of what large ones reach.
+# The cost model: seconds of the host for each launch, from profiles of H100 machines, and the rate
+# of products, half of the rate of large products.
 SECONDS = {"op": 5e-6, "kernel": 40e-6, "product": 8e-6, "collective": 30e-6}
 FLOP_A_SECOND = 400e12
 
-# The same for tiles that are stored: an H100's memory, and products inside a sweep.
+# The same for stored tiles: the memory bandwidth of an H100, and the rate of products in a sweep.
 BYTES_A_SECOND = 3e12
 FLOP_A_SECOND_SWEPT = 600e12
-# What is stored of a logit: bytes, and products of 16-bit halves that one of the loss's four takes.
+# Stored bytes of each logit, and 16-bit products for each of the four products of the loss.
 STORED = {
     "bf16 features, logits in fp32": (4, 1),
     "bf16 features, exponentials in bf16": (2, 1),
@@ -69,30 +69,30 @@ TABLE = {
     "products ms (computed)": "{products_ms_computed:.2f}",
 }
 
-# They do no work on the device. What waits for the device would be among these last two.
+# Parts of the names of operators that do no work on the device, and operators that wait for it.
 _FREE = ("empty", "detach", "alias", "_unsafe_view", "promote_types")
 _WAITS = ("_local_scalar_dense", "item", "equal", "is_nonzero")
 
 
 class Counts(TorchDispatchMode):
-    """What one rank's host does for one loss, forward and backward; counts while it is entered."""
+    """Counts launches, collectives and host syncs of one rank inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
-        # `"op"` of torch that works on the device, `"kernel"` of Triton, `"product"` of a gradient,
-        # for cuBLAS, and `"wait"`, which brings a value to the host.
+        # By kind: `"op"` of torch on the device, `"kernel"` of Triton, `"product"` for a gradient
+        # (cuBLAS), and `"wait"`, a host sync.
         self.of: Counter[str] = Counter()
-        # By the names of c10d's operators; the one for the facts is not among them.
+        # By the name of c10d's operator, without the collective of `Facts`.
         self.collectives: Counter[str] = Counter()
 
     @property
     def sent(self) -> int:
-        """Collectives, with the one for the facts, which ranks need before there is a plan."""
+        """Number of collectives, with the one in which ranks exchange facts before the plan."""
         return self.collectives.total() + 1 if self.collectives else 0
 
     @property
     def host_seconds(self) -> float:
-        """The host's time by the model."""
+        """Seconds of the host by the cost model."""
         counts = self.of | Counter(collective=self.sent)
         return sum(cost * counts[name] for name, cost in SECONDS.items())
 
@@ -116,7 +116,7 @@ def count(
     dtype: torch.dtype = torch.bfloat16,
     counting: type[Counts] = Counts,
 ) -> Counts:
-    """Return what rank 0 does for a loss with `sizes` pairs on the ranks; none is there."""
+    """Return the counts of rank 0 for a loss with `sizes` pairs on the ranks, which are faked."""
     counts = counting()
 
     def counted(name: str) -> Callable[..., None]:
@@ -127,7 +127,7 @@ def count(
         with (
             mock.patch.object(KernelInterface, "__getitem__", return_value=counted("kernel")),
             mock.patch.object(block, "add_product", counted("product")),
-            # Fakes have no address, and launchers look at its alignment: this one is a page's.
+            # Launchers check the alignment of addresses, which fake tensors lack; this is a page's.
             mock.patch.object(FakeTensor, "data_ptr", return_value=4096),
             FakeTensorMode(),
         ):
@@ -146,23 +146,27 @@ def count(
                 gradients = [found.d_image_bD, found.d_text_nD, found.d_scale, none, none]
                 finish_gradients(torch.empty(()), *inputs, None, gradients)
     finally:
-        # The next case has another number of ranks.
+        # The next case needs a group with another number of ranks.
         dist.destroy_process_group()
     return counts
 
 
 def saved_by_storing(stored_bytes: int, products: int, width: int) -> float:
-    """Return the share of a loss's products whose time stored tiles would save; negative: cost.
+    """Return the share of the time of a loss's products that stored tiles save.
 
-    A logit's bytes are stored by the first sweep and loaded by the second, which saves one of four
-    units of so many products.
+    The first sweep stores the bytes of each logit and the second loads them instead of computing
+    one of the loss's four units of work, each of which takes `products` products of 16-bit values.
+    The share is negative if storing takes longer than computing.
     """
     unit = products * 2 * width / FLOP_A_SECOND_SWEPT
     return (unit - 2 * stored_bytes / BYTES_A_SECOND) / (4 * unit)
 
 
 def largest_stored(stored_bytes: int, budget: int) -> int:
-    """Return the largest batch of one process whose stored tiles, in rows by 16, fit a budget."""
+    """Return the largest batch of one process whose stored tiles fit a budget.
+
+    Rows of the stored logits are padded to a multiple of 16.
+    """
     most = math.isqrt(budget // stored_bytes)
     return next(b for b in range(most, 0, -1) if b * -(-b // 16) * 16 * stored_bytes <= budget)
 
@@ -170,7 +174,7 @@ def largest_stored(stored_bytes: int, budget: int) -> int:
 def _stored_table() -> str:
     widths = (512, 768, 1024)
     header = ["tiles stored", *(f"D = {width}" for width in widths), "all fit up to b ="]
-    # Half of the workspace; and where it holds a quarter.
+    # All tiles fit into half of the workspace, or a quarter of them does.
     sizes = (DEFAULT_WORKSPACE_BYTES // 2, 2 * DEFAULT_WORKSPACE_BYTES)
     rows = []
     for name, stored in STORED.items():
@@ -180,7 +184,7 @@ def _stored_table() -> str:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Report]:
-    """Count the cases, and say the models."""
+    """Count the cases, and print the parameters of the cost model."""
     rows = []
     kinds = (("ring", False), ("slices", False), ("slices", True))
     for (world_size, batch), (exchange, is_uneven) in itertools.product(CASES, kinds):
@@ -205,10 +209,11 @@ def measure(args: argparse.Namespace) -> Iterator[Report]:
         rows.append((what, found))
     costs = ", ".join(f"{1e6 * seconds:.0f} us a {name}" for name, seconds in SECONDS.items())
     said = [
-        f"Counted without a GPU. Computed: {costs}; {FLOP_A_SECOND / 1e12:.0f} TFLOP/s.\n",
+        f"Counts without a GPU; times by the cost model: {costs}; products at "
+        f"{FLOP_A_SECOND / 1e12:.0f} TFLOP/s.\n",
         _stored_table(),
-        f"Of the products' time, computed: {BYTES_A_SECOND / 1e12:.0f} TB/s, "
-        f"{FLOP_A_SECOND_SWEPT / 1e12:.0f} TFLOP/s; nothing else is counted. The last is built.",
+        f"Saved shares of the time of all products, computed from {BYTES_A_SECOND / 1e12:.0f} TB/s "
+        f"and {FLOP_A_SECOND_SWEPT / 1e12:.0f} TFLOP/s. `TritonTiles` stores only the last kind.",
     ]
     yield Report(rows, TABLE, said)
 

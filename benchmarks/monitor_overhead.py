@@ -1,10 +1,10 @@
-"""Measure what the instability callbacks cost of a training step, one by one and together.
+"""Measure the share of a training step that the instability callbacks take, singly and together.
 
-A transformer of some 20 million parameters is trained by a stock Trainer, without monitors and with
-them in turn: 100 steps, which the default cadences of the monitors divide, after 20 that do not
-count. Beside that comparison, Lightning's profiler takes the time inside of each monitor: on a CPU
-that is all that it costs, and it is known far better than a difference of a percent. On a GPU it is
-what the host spends; the comparison says what the device does.
+A stock Trainer trains a transformer of about 20 million parameters, in turn without and with
+monitors, for 100 timed steps after 20 untimed steps. The default sampling intervals of the monitors
+divide 100. In addition, Lightning's profiler measures the time inside each monitor. On a CPU this
+is the whole cost, and it is far more precise than a difference of one percent between two runs. On
+a GPU it is the time of the host; the comparison of the runs includes the time of the device.
 
     python benchmarks/monitor_overhead.py
     python benchmarks/monitor_overhead.py --device cuda --batch 64
@@ -36,7 +36,7 @@ from papers import _fit
 
 WARM_UP = 20  # steps
 INSIDE, COMPARED = "all, inside", "all, on against off"
-# What is judged, and its share of a step at the default cadence.
+# By device type: the figure that is judged, and the largest share of a step at default intervals.
 GOALS = {"cpu": (INSIDE, 0.02), "cuda": (COMPARED, 0.01)}
 TABLE = {
     "monitor": "{monitor}",
@@ -46,7 +46,7 @@ TABLE = {
 
 
 class LanguageModel(_fit.Classifier):
-    """A transformer that names random tokens; B is the batch, L tokens."""
+    """A transformer that classifies random tokens; B is the batch, L tokens."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         width, layers, self.vocabulary = args.width, args.layers, args.vocabulary
@@ -58,24 +58,24 @@ class LanguageModel(_fit.Classifier):
         self.shape_BL = args.batch, args.tokens
 
     def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
-        """Return the loss of tokens that name themselves."""
-        # On the device, as a loader's time would hide that of the monitors.
+        """Return the cross-entropy whose targets are the input tokens."""
+        # Drawn on the device, because waiting for a loader could hide the time of the monitors.
         tokens_BL = torch.randint(self.vocabulary, self.shape_BL, device=self.device)
         return F.cross_entropy(self.model(tokens_BL).float().flatten(0, 1), tokens_BL.flatten())
 
 
 class Stopwatch(pl.Callback):
-    """Takes the time of the steps that count, and of what the profiler saw in them."""
+    """Measures the time of the steps after the warm-up, and collects the profiler's times."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
         self.first, self.last = warm_up, warm_up + steps
         self.seconds, self.inside = 0.0, dict[str, float]()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
-        """Start, or stop; `timer` waits for a GPU."""
+        """Start or stop the clock; `timer` waits for a GPU."""
         durations = trainer.profiler.recorded_durations
         if step == self.first:
-            # What the warm-up took, compilers and first allocations, does not count.
+            # Drops the times of the warm-up, which contain compilation and first allocations.
             durations.clear()
             self.seconds = -timer()
         elif step == self.last:
@@ -93,14 +93,14 @@ def monitors(**cadence: int) -> list[callbacks.InstabilityMonitor]:
         callbacks.RepresentationMonitor(modules=["model.1"], **cadence),
     ]
     for monitor in sampling:
-        # Before it is, they sample five times as often, which is no cost of a long run.
+        # With an unknown baseline they sample five times as often, unlike in most of a long run.
         monitor.load_state_dict({**monitor.state_dict(), "samples": monitor.baseline_samples})
     others = callbacks.SpikeGuard(), callbacks.NonFiniteLocator()
     return [callbacks.LossScaleMonitor(), *sampling, *others]
 
 
 def train(args: argparse.Namespace, watching: Sequence[pl.Callback]) -> Stopwatch:
-    """Train once, and return what was timed."""
+    """Train once, and return the stopwatch."""
     stopwatch, profiler = Stopwatch(WARM_UP, args.steps), SimpleProfiler()
     torch.manual_seed(0)
     # The same weights and tokens with monitors and without.
@@ -108,7 +108,7 @@ def train(args: argparse.Namespace, watching: Sequence[pl.Callback]) -> Stopwatc
     add = OutputSampler._add
 
     def profiled_add(*rest: Any) -> Any:
-        """Count hooks inside of the forward, which are no callback's, and sampled steps have."""
+        """Time the hooks inside the forward of sampled steps, which the profiler does not see."""
         with profiler.profile("[Callback]ActivationRangeMonitor._add"):
             return add(*rest)
 
@@ -118,7 +118,7 @@ def train(args: argparse.Namespace, watching: Sequence[pl.Callback]) -> Stopwatc
             DataLoader(range(10**6)),  # the model draws its batches itself
             accelerator="cuda" if is_cuda else "cpu",
             devices=1,
-            max_steps=stopwatch.last + 1,  # the start of the one after stops the clock
+            max_steps=stopwatch.last + 1,  # the clock stops at the start of the last step
             plugins=[BalancedAMP()] if is_cuda else [],
             callbacks=[stopwatch, *watching],
             profiler=profiler,
@@ -127,7 +127,7 @@ def train(args: argparse.Namespace, watching: Sequence[pl.Callback]) -> Stopwatc
 
 
 def measure(args: argparse.Namespace) -> Iterator[common.Report]:
-    """Train in turn, and give a row for each monitor and two for all."""
+    """Train in turn; report a row for each monitor and two for all monitors together."""
     cadence = {"every_n_steps": 5} if args.quick else {}
     runs = {"off": lambda: train(args, []), "on": lambda: train(args, monitors(**cadence))}
     found, failures = common.take_turns(runs, rounds=args.pairs)
@@ -135,13 +135,13 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         raise RuntimeError(f"A training did not finish: {failures}.")
     off, on = ([run.seconds for run in found[kind]] for kind in runs)
     step = median(off) / args.steps
-    # What they share measures the gradients' norms for all of them.
+    # `FactsRecorder` measures the gradient norm once for all monitors.
     shares = dict.fromkeys([*(type(m).__name__ for m in monitors()), "FactsRecorder"], 0.0)
     for action, seconds in (item for run in found["on"] for item in run.inside.items()):
         for name in shares:
             shares[name] += (f"]{name}" in action) * seconds / len(on) / median(off)
     shares[INSIDE] = sum(shares.values())
-    # Within pairs that ran one after the other, which drift meets alike.
+    # Ratios within consecutive pairs of runs, which a drift of the machine affects alike.
     shares[COMPARED] = common.median_ratio(on, off) - 1
     model = LanguageModel(args)
     asked = {
@@ -164,12 +164,12 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
 
 OPTIONS = {
     "batch": dict(default=8, help="sequences a step"),
-    "width": dict(default=384, toy=32, help="of the model"),
-    "layers": dict(default=8, toy=1, help="of the model, ten modules each"),
-    "vocabulary": dict(default=8192, toy=64, help="tokens that there are"),
-    "tokens": dict(default=128, toy=8, help="of a sequence"),
-    "steps": dict(default=100, toy=10, help="of a training that count"),
-    "pairs": dict(default=2, help="trainings without and with monitors"),
+    "width": dict(default=384, toy=32, help="width of the model"),
+    "layers": dict(default=8, toy=1, help="layers of the model, ten modules each"),
+    "vocabulary": dict(default=8192, toy=64, help="number of different tokens"),
+    "tokens": dict(default=128, toy=8, help="tokens of a sequence"),
+    "steps": dict(default=100, toy=10, help="timed steps of a training"),
+    "pairs": dict(default=2, help="pairs of trainings without and with monitors"),
 }
 main = common.Benchmark("monitor_overhead", __doc__, measure, OPTIONS)
 

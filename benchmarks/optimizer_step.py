@@ -2,15 +2,16 @@
 
     python benchmarks/optimizer_step.py --size B16 L16
 
-**Contenders** are SafeAdamW, torch's AdamW and, where it is installed (`pip install torch-optimi`),
-optimi's; fp16 weights have Kahan residuals. States of optimi have the dtype of the weights, which
-is less to move, and not the same arithmetic. torch's AdamW on fp16 weights gives NaN.
+**Contenders** are SafeAdamW, torch's AdamW and, if it is installed (`pip install torch-optimi`),
+optimi's AdamW. fp16 weights have Kahan residuals. optimi stores its states in the dtype of the
+weights, which takes less traffic but computes in another precision. torch's AdamW is not measured
+on fp16 weights, where it gives NaN.
 
-**Bytes**: what a step has to move if it reads and writes each of its tensors once: weights, both
-moments and residuals twice, gradients once; the clip reads gradients and second moments once more.
-`of copy` holds that, by the time, against the bandwidth of `Tensor.copy_` of fp32 values in the
-same rounds, the bound in practice. `error` is the largest difference from AdamW in float64 after
-three steps on few weights, relative to the largest change; who is further off than 5% is left out.
+**Bytes** are the least traffic of a step: weights, both moments and residuals are read and written,
+gradients are read, and clipping reads gradients and second moments once more. `of copy` is the
+bandwidth of these bytes relative to the bandwidth of `Tensor.copy_` of fp32 values in the same
+rounds, the bound in practice. `error` is the largest difference from AdamW in float64 after three
+steps on 10,007 weights, relative to the largest change; a contender with more than 5% is left out.
 """
 
 import argparse
@@ -46,13 +47,13 @@ TABLE = {
 _OPTIONS: dict[str, Any] = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-6, weight_decay=1e-2)
 
 
-class Contender(NamedTuple):
-    """Who is timed, and what a step moves of a weight if it reads and writes each tensor once."""
+class TimedOptimizer(NamedTuple):
+    """An optimizer to time, and the least memory traffic of its step for each weight."""
 
     make: Callable[[Sequence[Tensor]], Any]
     dtype: torch.dtype  # of weights and gradients
     bytes_per_element: int
-    needs_gpu: bool = False  # its bandwidth is held against the target
+    needs_gpu: bool = False  # its bandwidth has a target
 
 
 def _optimi(params: Sequence[Tensor]) -> Any:
@@ -62,21 +63,24 @@ def _optimi(params: Sequence[Tensor]) -> Any:
 
 
 _fused = partial(SafeAdamW, fused=True, **_OPTIONS)
-_clipped = partial(_fused, clip_update_rms=1e3)  # so high: never bites
+_clipped = partial(_fused, clip_update_rms=1e3)  # a bound that no update reaches
 _foreach = partial(SafeAdamW, foreach=True, **_OPTIONS)
-# fp32: weight and moments twice and the gradient, 4 bytes each. fp16: weight and residual twice and
-# the gradient, 2 bytes each, moments as before. The clip: the gradient and one moment once more.
+# Bytes for each weight. fp32: 2 x 4 for the weight and each moment, 4 for the gradient. fp16: 2 x 2
+# for weight and residual each, 2 for the gradient, moments as in fp32. Clipping reads the gradient
+# and the second moment once more.
 CONTENDERS = {
-    "SafeAdamW fused fp32": Contender(_fused, FP32, 28, needs_gpu=True),
-    "SafeAdamW fused fp16": Contender(_fused, FP16, 26, needs_gpu=True),
-    "SafeAdamW fused fp32 clip": Contender(_clipped, FP32, 36, needs_gpu=True),
-    "SafeAdamW fused fp16 clip": Contender(_clipped, FP16, 32, needs_gpu=True),
-    "SafeAdamW foreach fp32": Contender(_foreach, FP32, 28),
-    "SafeAdamW foreach fp16": Contender(_foreach, FP16, 26),
-    BASE: Contender(partial(torch.optim.AdamW, fused=True, **_OPTIONS), FP32, 28),
-    "torch foreach fp32": Contender(partial(torch.optim.AdamW, foreach=True, **_OPTIONS), FP32, 28),
-    "optimi fp32": Contender(_optimi, FP32, 28),
-    "optimi fp16": Contender(_optimi, FP16, 18),
+    "SafeAdamW fused fp32": TimedOptimizer(_fused, FP32, 28, needs_gpu=True),
+    "SafeAdamW fused fp16": TimedOptimizer(_fused, FP16, 26, needs_gpu=True),
+    "SafeAdamW fused fp32 clip": TimedOptimizer(_clipped, FP32, 36, needs_gpu=True),
+    "SafeAdamW fused fp16 clip": TimedOptimizer(_clipped, FP16, 32, needs_gpu=True),
+    "SafeAdamW foreach fp32": TimedOptimizer(_foreach, FP32, 28),
+    "SafeAdamW foreach fp16": TimedOptimizer(_foreach, FP16, 26),
+    BASE: TimedOptimizer(partial(torch.optim.AdamW, fused=True, **_OPTIONS), FP32, 28),
+    "torch foreach fp32": TimedOptimizer(
+        partial(torch.optim.AdamW, foreach=True, **_OPTIONS), FP32, 28
+    ),
+    "optimi fp32": TimedOptimizer(_optimi, FP32, 28),
+    "optimi fp16": TimedOptimizer(_optimi, FP16, 18),
 }
 
 
@@ -87,34 +91,34 @@ def shapes_of(size: str) -> list[torch.Size]:
     return [param.shape for param in model.parameters()]
 
 
-def error_of(contender: Contender, device: torch.device, steps: int = 3) -> float:
-    """Return how far a contender is from AdamW in float64, relative to the largest change."""
+def error_against_float64(contender: TimedOptimizer, device: torch.device, steps: int = 3) -> float:
+    """Return the largest difference from AdamW in float64, relative to the largest change."""
     generator = torch.Generator().manual_seed(0)
-    # A prime, which no block of a kernel divides.
+    # 10,007 is a prime, so the last block of a kernel is not full.
     weight, *gradients = torch.randn(1 + steps, 10_007, generator=generator).to(contender.dtype)
     mine = weight.to(device, copy=True).requires_grad_()
     exact = weight.double().requires_grad_()
-    # The plain loop in float64: no multi-tensor kernel is its own reference.
+    # `foreach=False`, so that no multi-tensor kernel is compared with itself.
     optimizers = contender.make([mine]), torch.optim.AdamW([exact], foreach=False, **_OPTIONS)
     for gradient in gradients:
         mine.grad, exact.grad = gradient.to(device), gradient.double()
         for optimizer in optimizers:
             optimizer.step()
     difference = (mine.detach().double().cpu() - exact.detach()).abs().amax()
-    if contender.dtype != FP32:  # a half weight shows no more than its format
+    if contender.dtype != FP32:  # the rounding error of half-precision weights does not count
         difference -= exact.detach().abs().amax() * torch.finfo(contender.dtype).eps / 2
     return max(0.0, difference.item()) / (exact.detach() - weight.double()).abs().amax().item()
 
 
-def prepare(
+def prepared_step(
     name: str, gradients: dict[torch.dtype, list[Tensor]], device: torch.device
 ) -> tuple[Callable[[], object], float]:
-    """Return a contender's step over random weights, and how far it is from float64."""
+    """Return a contender's step over random weights, and its error against float64."""
     contender = CONTENDERS[name]
     if contender.needs_gpu and device.type != "cuda":
         raise common.LeftOut("needs a GPU")
-    error = error_of(contender, device)
-    # Not `>`, which a NaN passes.
+    error = error_against_float64(contender, device)
+    # Not `error > TOLERANCE`, which is false for NaN.
     if not error <= TOLERANCE:
         raise ValueError(f"differs from float64 by {error:.0%} of the change")
     params = []
@@ -134,7 +138,9 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
             dtype: [torch.randn(shape, device=args.device).to(dtype) for shape in shapes]
             for dtype in {CONTENDERS[name].dtype for name in args.contenders}
         }
-        makers = {name: partial(prepare, name, gradients, args.device) for name in args.contenders}
+        makers = {
+            name: partial(prepared_step, name, gradients, args.device) for name in args.contenders
+        }
         prepared, left_out = common.take_turns(makers)
         steps = {name: step for name, ((step, _),) in prepared.items()}
         target, source = torch.zeros(2, count, device=args.device)
@@ -165,16 +171,16 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
 
 
 def verdict_of(name: str, share: float) -> str:
-    """Return what the bandwidth of a fused step says, in shares of a copy's."""
+    """Return the verdict on a fused step's bandwidth, as a share of a copy's bandwidth."""
     target = f"{TARGET_FRACTION:.0%}"
     return common.verdict(f"{name}: {share:.0%} of a copy", target, share >= TARGET_FRACTION)
 
 
 OPTIONS = {
     "size": dict(choices=SIZES, default=["B16"], toy=["tiny"], help="a table each"),
-    "contenders": dict(choices=CONTENDERS, default=[*CONTENDERS], help="who is timed"),
+    "contenders": dict(choices=CONTENDERS, default=[*CONTENDERS], help="contenders to time"),
     "rounds": dict(default=20, toy=2, help="rounds that count"),
-    "max-seconds": dict(type=float, help="bounds the timed steps of one contender together"),
+    "max-seconds": dict(type=float, help="limit of the timed steps of one contender"),
 }
 main = common.Benchmark("optimizer_step", __doc__, measure, OPTIONS)
 

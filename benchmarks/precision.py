@@ -7,13 +7,14 @@ full weights (O1) and with half copies of fp32 weights (O2), and PureFP16 (pure)
 fused and foreach kernels, and SafeAdamW (safe). All are plugins: `precision="16-mixed"` of a
 Trainer would silently be bf16 on a CPU.
 
-A round is one `Trainer.fit`, so that no two contenders share the memory; its time is the median
-step, from the end of the one before until the device is idle, of those that the loss scale did not
-skip. `x 16-mixed` is against 16-mixed with the same optimizer, above 1 where faster. Peak memory is
-the allocator's, data and model included; on a CPU there is none.
+A round is one `Trainer.fit`, so that no two contenders share the memory. Its time is the median
+over the steps that the loss scaler did not skip; a step lasts from the end of the previous step
+until the device is idle. `x 16-mixed` is the speedup over 16-mixed with the same optimizer. Peak
+memory is the allocator's and includes data and model; it is not measured on a CPU.
 
-Every contender starts from the same weights and sees one batch, again and again. One whose final
-loss is not finite, or further than 5% from that of 32-true after as many updates, is left out.
+Every contender starts from the same weights and repeats one batch. A contender is left out if its
+final loss is not finite, or differs by more than 5% from the loss of 32-true after the same number
+of updates.
 """
 
 import argparse
@@ -58,23 +59,24 @@ TABLE = {
     "skipped": "{skipped_steps}",
 }
 LOSS_TOLERANCE = 0.05
-# Of O2 and pure fp16: how many times as fast as `BASE` on CUDA, from this many parameters on, those
-# of a ViT-H, and below; in no more memory.
+# On CUDA, these contenders must reach a speedup over `BASE` and use no more memory. The target is
+# higher for models with at least `HUGE` parameters, such as a ViT-H.
 JUDGED = "O2-fp16", "pure-fp16"
 TARGET_SPEEDUP, TARGET_SPEEDUP_HUGE, HUGE = 1.0, 1.15, 600_000_000
-# Adam's first steps move every weight by the learning rate: all of them, as one vector, by this.
-# So a step, taken or skipped, changes the loss by about as much in all sizes, and by little.
+# Norm of the change of all weights in one step. Adam's first steps change every weight by the
+# learning rate, which is chosen by the number of weights: a step then changes the loss of every
+# size by a similar, small amount.
 _STEP_NORM = 0.03
 _CLASSES = 1000
 
 
 def train(size: str, precision: str, optimizer: str, args: argparse.Namespace) -> Outcome:
-    """Train once; as the batch is the same, losses tell how many updates were not skipped."""
+    """Train once on a repeated batch, so that the loss depends only on the number of updates."""
     random = torch.Generator(args.device).manual_seed(1)
     shape = args.batch, 3, args.image, args.image
     images = torch.randn(shape, generator=random, device=args.device)
     labels = torch.randint(_CLASSES, shape[:1], generator=random, device=args.device)
-    # The weights' seed, alike for all; the data have a generator of their own.
+    # The same initial weights for all contenders; the data have a separate generator.
     torch.manual_seed(0)
     with args.device:
         kind = {"pool": args.pool, "layout": args.layout, "image": args.image}
@@ -87,10 +89,13 @@ def train(size: str, precision: str, optimizer: str, args: argparse.Namespace) -
 
 
 def judged(fits: Sequence[Outcome], reference: Sequence[float] | None) -> float | None:
-    """Return how far final losses are from 32-true's, or raise why fits are left out.
+    """Return the relative difference of the final losses from 32-true's.
 
-    Losses are compared after as many updates. Kernels of AdamW differ by rounding only, so there is
-    one reference for all, if any.
+    Losses are compared after the same number of updates. The implementations of AdamW differ only
+    by rounding, so all share one reference; `None` skips the comparison.
+
+    Raises:
+        LeftOut: A final loss is not finite or too different, or the scaler skipped all timed steps.
     """
     losses = [fit.losses[-1] for fit in fits]
     gap = reference and max(abs(fit.losses[-1] / reference[fit.updates] - 1) for fit in fits)
@@ -98,9 +103,9 @@ def judged(fits: Sequence[Outcome], reference: Sequence[float] | None) -> float 
         said = ", ".join(f"{loss:.4g}" for loss in losses)
         raise common.LeftOut(f"diverged: its final losses are {said}")
     if gap is not None and gap > LOSS_TOLERANCE:
-        raise common.LeftOut(f"diverged: its final loss is {gap:.0%} off that of {REFERENCE}")
+        raise common.LeftOut(f"diverged: its final loss differs by {gap:.0%} from {REFERENCE}")
     if not all(fit.step_seconds for fit in fits):
-        raise common.LeftOut("took no timed step: all were skipped; give it a longer --warm-up")
+        raise common.LeftOut("skipped all timed steps; pass a longer --warm-up")
     return gap
 
 
@@ -116,7 +121,7 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
             seconds_of=lambda outcome: sum(outcome.step_seconds),
             max_seconds=args.max_seconds,
         )
-        # Any optimizer's will do, as long as it stayed finite.
+        # The reference of any optimizer whose losses are finite.
         references = (fits[0].losses for name, fits in outcomes.items() if REFERENCE in name)
         reference = next((losses for losses in references if all(map(math.isfinite, losses))), None)
         judge = {name: partial(judged, fits, reference) for name, fits in outcomes.items()}
@@ -125,14 +130,14 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         rows = []
         for name, seconds in sorted(medians.items(), key=lambda item: median(item[1])):
             (precision, optimizer), fits = kinds[name], outcomes[name]
-            # With the same optimizer, whose kernel is no merit of a precision.
+            # With the same optimizer, so that the ratio compares only precisions.
             base = medians.get(f"{BASE}, {optimizer}")
             figures = {
                 **common.time_columns(seconds),
                 "parameters": fits[-1].parameters,
                 "speedup": common.median_ratio(base, seconds),
                 "images_per_second": args.batch / median(seconds),
-                # On a CPU there is no figure, which is not a figure of 0.
+                # `None` on a CPU, where the peak is unknown rather than 0.
                 "peak_bytes": max(fit.peak_bytes or 0 for fit in fits) or None,
                 "final_loss": fits[-1].losses[-1],
                 "loss_difference": gaps[name][0],
@@ -144,17 +149,17 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         left_out |= diverged
         ours = {why for name, why in left_out.items() if kinds[name][0] not in PEERS}
         said = [*verdict_of([what | figures for what, figures in rows])]
-        # To run out of memory is a finding; whatever else leaves ours out is a fault.
+        # Running out of memory is a result; any other failure of ours is an error.
         yield common.Report(rows, TABLE, said, left_out, ours <= {common.OUT_OF_MEMORY})
 
 
 def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield what the figures say, on CUDA against the targets."""
+    """Yield the difference of the losses and, on CUDA, verdicts on speed and memory."""
     gaps = [row["loss_difference"] for row in rows if row["loss_difference"] is not None]
     if gaps:
         yield f"Final losses are within {max(gaps):.2%} of those of {REFERENCE}."
     if rows and rows[0]["device"].type != "cuda":
-        yield "No verdict on speed or memory: a CPU is slow at products of halves."
+        yield "Speed and memory are not judged on a CPU, which is slow at half-precision products."
         return
     bases = {row["optimizer"]: row for row in rows if row["precision"] == BASE}
     for row in rows:
@@ -164,7 +169,7 @@ def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             name = f"{row['precision']}, {row['optimizer']}"
             speed = f"{name}: {row['speedup']:.2f}x as fast as {BASE}"
             yield common.verdict(speed, f"{target:g}x", row["speedup"] >= target)
-            yield common.verdict(f"{name}: {peak:.1%} of its peak", "no more", peak <= 1)
+            yield common.verdict(f"{name}: {peak:.1%} of its peak memory", "100%", peak <= 1)
 
 
 ASKED = "image", "batch", "pool", "layout", "device", "warm_up", "steps"
@@ -172,14 +177,16 @@ OPTIONS = {
     "size": dict(choices=SIZES, default=["B16"], toy=["tiny"], help="a table each"),
     "image": dict(default=224, toy=32, help="edge of the images in pixels"),
     "batch": dict(default=64, toy=8, help="images a step"),
-    "pool": dict(choices=POOLS, default="cls", help="what the head reads"),
+    "pool": dict(choices=POOLS, default="cls", help="input of the head"),
     "layout": dict(choices=LAYOUTS, default="nld", help="lnd has the batch second"),
     "precisions": dict(choices=PRECISIONS, default=[*PRECISIONS], help="contenders"),
-    "optimizers": dict(choices=OPTIMIZERS, default=[*OPTIMIZERS], help="of each"),
+    "optimizers": dict(
+        choices=OPTIMIZERS, default=[*OPTIMIZERS], help="optimizers of each contender"
+    ),
     "rounds": dict(default=3, toy=2, help="fits of each contender"),
-    "warm-up": dict(default=5, toy=1, help="steps of a fit that do not count"),
+    "warm-up": dict(default=5, toy=1, help="untimed first steps of a fit"),
     "steps": dict(default=10, toy=3, help="timed steps of a fit"),
-    "max-seconds": dict(type=float, help="bounds the timed steps of one contender together"),
+    "max-seconds": dict(type=float, help="limit of the timed steps of one contender"),
 }
 main = common.Benchmark("precision", __doc__, measure, OPTIONS)
 

@@ -35,7 +35,7 @@ TOKENS = 24
 
 
 class Cancellation(nn.Module):
-    """Adds and takes away 300."""
+    """Adds and subtracts 300."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + 300.0) - 300.0
@@ -50,20 +50,20 @@ class HandWrittenNorm(nn.Module):
 
 
 class LargeValues(nn.Module):
-    """Passes values of 1e6 on the way."""
+    """Has intermediate values of 1e6."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * 1e6) * 1e-6
 
 
 class TinyGradients(nn.Module):
-    """Makes gradients 1e-8 times as large, and large again behind itself."""
+    """Scales activations by 1e-8 and then by 1e8, and gradients in the reverse order."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * 1e-4 * 1e-4) * 1e4 * 1e4
 
 
-class Logits(nn.Module):
+class HugeLogits(nn.Module):
     """Takes the softmax of logits near 1e5."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Softmax(nn.Module):
         return x * (1.0 + 10.0 * (4.0 * x + 1e4).softmax(-1))
 
 
-class Tower(nn.Module):
+class OverflowingTower(nn.Module):
     """Two layers with activations of 1e6 between them."""
 
     def __init__(self) -> None:
@@ -93,14 +93,14 @@ class FrozenTower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tower = Tower()
+        self.tower = OverflowingTower()
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1.0 + self.tower(x).mean(-1, keepdim=True))
 
 
 class Massive(nn.Module):
-    """Writes 1e5 into one value, where a gate saturates."""
+    """Sets one value to 1e5, at which the gate saturates."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([x[..., :1] * 0 + 1e5, x[..., 1:]], -1)
@@ -128,7 +128,7 @@ class HalfLoss(nn.Module):
 
 
 WEAK: dict[str, Callable[[], nn.Module]] = {
-    "logits of 1e5": Logits,
+    "logits of 1e5": HugeLogits,
     "softmax at 1e4": Softmax,
     "frozen tower in fp16": FrozenTower,
     "massive activation": Gate,
@@ -305,7 +305,7 @@ def wav2vec2() -> tuple[nn.Module, str, dict[str, Tensor]]:
 
 
 def _linear_in(model: nn.Module, *parts: str) -> str:
-    """Return the path of the first linear layer whose path has the first part and another one."""
+    """Return the path of the first linear layer whose path has the first and any other part."""
     layer, *names = parts
     return next(
         path
@@ -322,7 +322,8 @@ HEALTHY = {
 }  # fmt: skip
 
 
-OF_THEIR_OWN = {"ConvNeXt": (convnext, "layers.0.")}  # a weak model, and what is named first
+# Models that are weak as they are, with the path that must be named first.
+WEAK_MODELS = {"ConvNeXt": (convnext, "layers.0.")}
 
 
 class Task(pl.LightningModule):
@@ -336,7 +337,7 @@ class Task(pl.LightningModule):
     def __init__(self, name: str, weak: str | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        make, part = OF_THEIR_OWN.get(name, ({**MODELS, **HEALTHY}.get(name), None))
+        make, part = WEAK_MODELS.get(name, ({**MODELS, **HEALTHY}.get(name), None))
         assert make is not None
         self.model, path, self.batch = make()
         self.planted = part
@@ -373,7 +374,7 @@ class Task(pl.LightningModule):
         return DataLoader([self.batch] * 4, batch_size=None)
 
 
-def look(task: Task, plugin: Any) -> PrecisionPreflight:
+def preflight_of(task: Task, plugin: Any) -> PrecisionPreflight:
     """Run the preflight."""
     callback = PrecisionPreflight(steps=STEPS, stops=True)
     trainer = pl.Trainer(
@@ -387,8 +388,8 @@ def look(task: Task, plugin: Any) -> PrecisionPreflight:
     return callback
 
 
-class Outcome(NamedTuple):
-    """What the preflight finds in one model."""
+class Diagnosis(NamedTuple):
+    """Result of the preflight of one model."""
 
     before: str  # largest error of a gradient, relative to its noise
     after: str  # the same in a second run with the printed settings
@@ -398,29 +399,29 @@ class Outcome(NamedTuple):
     seconds: float  # CPU time of the first run
 
 
-def outcome(name: str, weak: str | None, kind: str, half: str) -> Outcome:
+def diagnosed(name: str, weak: str | None, kind: str, half: str) -> Diagnosis:
     """Run the preflight on a model, and again with the settings that it prints."""
     task, plugin = Task(name, weak), getattr(lightning_mp, kind)
     start = time.process_time()
-    found = look(task, plugin(half=half))
+    found = preflight_of(task, plugin(half=half))
     seconds = time.process_time() - start
     result = found.result
     assert result is not None
     before = f"{result.ratio:.2%}" if result.ratio < 1e6 else "not finite"
     if task.planted is None:
-        return Outcome(before, "", "", True, result.is_clean, seconds)
+        return Diagnosis(before, "", "", True, result.is_clean, seconds)
     callers = [each or "training_step" for some in result.callers.values() for each in some]
     is_first = str(task.planted) in result.modules[0].path or task.planted in callers
     if not found.settings:
-        return Outcome(before, "no settings", "", is_first, False, seconds)
+        return Diagnosis(before, "no settings", "", is_first, False, seconds)
     (entry,) = yaml.safe_load(found.settings)["trainer"]["plugins"]
     plugin, arguments = getattr(lightning_mp, entry["class_path"]), entry["init_args"]
     if isinstance(arguments.get("loss_scale"), dict):
         arguments["loss_scale"] = lightning_mp.LossScaleConfig(**arguments["loss_scale"])
-    cured = look(Task(name, weak), plugin(**arguments)).result
+    cured = preflight_of(Task(name, weak), plugin(**arguments)).result
     assert cured is not None
     after, remedy = f"{cured.ratio:.2%}", remedy_of(result.remedy)
-    return Outcome(before, after, remedy, is_first, cured.is_clean, seconds)
+    return Diagnosis(before, after, remedy, is_first, cured.is_clean, seconds)
 
 
 def remedy_of(remedy: Any) -> str:
@@ -432,7 +433,7 @@ def remedy_of(remedy: Any) -> str:
     return " and ".join(f"`{kind}`" for kind in dict.fromkeys(kind for kind, _ in remedy.names))
 
 
-def table(outcomes: dict[tuple[str, str | None], Outcome]) -> Iterator[str]:
+def table(outcomes: dict[tuple[str, str | None], Diagnosis]) -> Iterator[str]:
     """Yield the lines of a table with a row for each weakness and a column for each model."""
     names = [name for name in MODELS if (name, None) in outcomes]
     if not names:
@@ -449,7 +450,7 @@ def table(outcomes: dict[tuple[str, str | None], Outcome]) -> Iterator[str]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    names = [*MODELS, *HEALTHY, *OF_THEIR_OWN]
+    names = [*MODELS, *HEALTHY, *WEAK_MODELS]
     parser.add_argument("--models", choices=names, nargs="+", default=names)
     parser.add_argument("--plugin", choices=["BalancedAMP", "PureFP16"], default="BalancedAMP")
     parser.add_argument("--half", choices=["fp16", "bf16"], default="fp16")
@@ -460,10 +461,10 @@ def main() -> None:
     outcomes = {}
     for name in args.models:
         for weak in (None, *WEAK, *LOSSES) if name in MODELS else (None,):
-            found = outcomes[name, weak] = outcome(name, weak, args.plugin, args.half)
+            found = outcomes[name, weak] = diagnosed(name, weak, args.plugin, args.half)
             print(name, weak, *found, sep=", ", file=sys.stderr, flush=True)
     print("\n".join(table(outcomes)), "\n")
-    weak_ones = {key: o for key, o in outcomes.items() if key[1] or key[0] in OF_THEIR_OWN}
+    weak_ones = {key: o for key, o in outcomes.items() if key[1] or key[0] in WEAK_MODELS}
     healthy = {key[0]: o for key, o in outcomes.items() if key not in weak_ones}
     clean = [name for name, o in healthy.items() if o.is_clean]
     first, cured = (
@@ -475,7 +476,7 @@ def main() -> None:
     print("printed settings; the others:", end=" ")
     wrong = [key for key, o in weak_ones.items() if not (o.is_first and o.is_clean)]
     print(", ".join(f"{name}, {weak}" for name, weak in wrong) or "none", end=".\n")
-    for name in [name for name in OF_THEIR_OWN if (name, None) in outcomes]:
+    for name in [name for name in WEAK_MODELS if (name, None) in outcomes]:
         found = outcomes[name, None]
         print(f"{name}: {found.before} -> {found.after} with {found.remedy}.")
     for name, some in (("healthy", healthy), ("weak", weak_ones)):

@@ -35,7 +35,7 @@ MICRO_BATCH = 256
 PAIRS = paper.figures()["claims"]["LAION400M_used"]
 
 
-class _Kind(NamedTuple):
+class _Method(NamedTuple):
     """A method that is counted and timed."""
 
     make: Callable[[], nn.Module]
@@ -54,9 +54,9 @@ class _Kind(NamedTuple):
 
 
 KINDS = {
-    DENSE: _Kind(DenseLoss, False, 6, "#d55e00"),
-    f"{OURS}, no tile stored": _Kind(NothingStored, True, 8, "#56b4e9"),
-    OURS: _Kind(ContrastiveLoss, True, None, "#00429d"),
+    DENSE: _Method(DenseLoss, False, 6, "#d55e00"),
+    f"{OURS}, no tile stored": _Method(NothingStored, True, 8, "#56b4e9"),
+    OURS: _Method(ContrastiveLoss, True, None, "#00429d"),
 }
 
 

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFeatures(torch.autograd.Function):
     """Gathers the features of all ranks; backward sums their gradients over ranks."""
 
     @staticmethod
@@ -51,7 +51,7 @@ def _on_ranks() -> bool:
 
 def _gathered(features_bD: Tensor) -> Tensor:
     if _on_ranks():
-        gathered: Tensor = _Gather.apply(features_bD)
+        gathered: Tensor = _GatherFeatures.apply(features_bD)
         return gathered
     return features_bD
 

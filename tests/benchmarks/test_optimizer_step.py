@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from benchmarks import _common
-from benchmarks.optimizer_step import BASE, CONTENDERS, error_of, main, shapes_of, verdict_of
+from benchmarks.optimizer_step import (
+    BASE,
+    CONTENDERS,
+    error_against_float64,
+    main,
+    shapes_of,
+    verdict_of,
+)
 from tests.benchmarks.rehearsing import QUICK, read
 
 ON_CPU = [
@@ -68,12 +75,12 @@ def test_bytes_are_those_of_all_tensors_read_and_written_once():
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_contenders_compute_the_same_steps(name):
-    assert error_of(CONTENDERS[name], torch.device("cpu")) < 1e-3
+    assert error_against_float64(CONTENDERS[name], torch.device("cpu")) < 1e-3
 
 
 def test_error_sees_another_learning_rate():
     wrong = CONTENDERS[BASE]._replace(make=lambda params: torch.optim.AdamW(params, lr=0.011))
-    assert error_of(wrong, torch.device("cpu")) > 0.05
+    assert error_against_float64(wrong, torch.device("cpu")) > 0.05
 
 
 def test_cpu_gives_no_verdict_and_says_who_is_missing(capsys, monkeypatch, tmp_path):
