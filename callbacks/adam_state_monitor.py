@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.adam import (
+from lightning_mp.callbacks._rules.adam import AdamNumbers, AdamStateRule
+from lightning_mp.callbacks._rules.adam_statistics import (
     AdamField,
-    AdamNumbers,
-    AdamStateRule,
     adam_statistics,
     has_second_moments,
     quantized_states,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -149,7 +150,7 @@ class SpikeGuard(InstabilityMonitor):
         self._is_ending = False  # whether training ends at the current step
         self._event: tuple[StepFacts, Verdict] | None = None  # bad step to act on
 
-    # --- every step, on the device ---------------------------------------------------------------
+    # --- every step ------------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -180,14 +181,24 @@ class SpikeGuard(InstabilityMonitor):
         self._is_bad = None
         if step.signals is None:
             return None  # `training_step` returned `None`
-        window = self._windows[step.facts.optimizer]
+        spread = self._spread(step.trainer)
+        if self.action in ("warn", "rewind"):  # act after the step, when the host knows the values
+            step.context = {"spread": spread}
+            return step.signals.values
         # Judged on the device, so that skipping needs no host sync.
-        verdict = window.judge(step.signals.values, step.signals.judged, self._spread(step.trainer))
-        verdict.is_spike[0] &= ~is_slight(verdict, window.highest_k[0])
+        verdict = self._judged(step.facts.optimizer, step.signals.values, spread)
         self._is_bad = verdict.is_spike | ~verdict.is_finite
         if self.action in ("stop", "raise") and loss_scale_of(step.trainer) is not None:
             self._is_bad[1] &= verdict.is_finite[1]  # the loss scaler handles overflows
         return torch.stack([part.float() for part in verdict])
+
+    def _judged(self, optimizer: int, values: Any, spread: float) -> SignalVerdict:
+        """Return the verdict of loss and gradient norm of a step."""
+        window = self._windows[optimizer]
+        verdict = window.judge(values, spread)
+        with np.errstate(invalid="ignore"):
+            verdict.is_spike[0] &= ~is_slight(verdict, window.highest_k[0])
+        return verdict
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
@@ -270,7 +281,11 @@ class SpikeGuard(InstabilityMonitor):
     @override
     def judge(self, sample: Sample) -> list[Verdict]:
         facts, trainer = sample.facts, self.recorder.trainer
-        loss, norm = (SignalVerdict(*row) for row in sample.array.T.tolist())
+        columns = sample.array
+        if "spread" in sample.context:
+            values = np.asarray(sample.array, np.float32)
+            columns = np.stack(self._judged(facts.optimizer, values, sample.context["spread"]))
+        loss, norm = (SignalVerdict(*row) for row in columns.T.tolist())
         metrics = {"loss": loss.value, "loss_z": loss.z}
         metrics |= {"gradient_norm": norm.value, "gradient_norm_z": norm.z}
         self.record(metrics, facts, trainer.log_every_n_steps)

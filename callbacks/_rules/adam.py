@@ -1,171 +1,21 @@
-"""Statistics of the next step of Adam, and rules for its second moment.
-
-Legend: `N` parameters, `K` columns of `AdamField`.
-"""
+"""Rules for the next step of Adam and for its second moment."""
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Any
 
 import numpy.typing as npt
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
+from lightning_mp.callbacks._rules.adam_statistics import AdamField
 from lightning_mp.callbacks._rules.ranges import ALIVE, ROUNDING, origin_of
 from lightning_mp.callbacks._rules.records import Learning, Verdict
-from lightning_mp.numerics.floats import HALF_DTYPES, state_dtype
-from lightning_mp.numerics.tensor_stats import local_shard, stored_values
 
-__all__ = [
-    "AdamField",
-    "AdamNumbers",
-    "AdamStateRule",
-    "adam_statistics",
-    "has_second_moments",
-    "quantized_states",
-]
+__all__ = ["AdamNumbers", "AdamStateRule"]
 
-_BLOCK = 2**16  # values per block, so that a dozen passes stay in the cache of a CPU
-_SMALLEST = 1e-18  # its square is still normal in fp32
 _ALL = 0.99  # share of a tensor that raises an alarm without a baseline
 _MEMORY = 0.1  # share of the 1 / (1 - beta2) steps after which the RMS is meaningful
-
-
-class AdamField(IntEnum):
-    """Columns of `adam_statistics`. They are sums, so that shards can be added."""
-
-    NUMEL = 0
-    NON_ZERO = 1  # number of nonzero gradient values
-    SQUARED_RATIO = 2  # sum of `g^2 / max(v_hat, eps^2)`
-    BELOW_EPSILON = 3  # number of values with `sqrt(v_hat) < eps` and a nonzero gradient
-    SQUARED_UPDATE = 4  # sum of `(lr * m_hat / (sqrt(v_hat) + eps))^2`
-    SQUARED_WEIGHT = 5
-    SQUARED_GRADIENT = 6
-    SECOND_MOMENT = 7  # sum of `v` after the step, without bias correction
-    STAGNANT = 8  # number of half weights that a nonzero update leaves unchanged
-    NON_FINITE = 9  # 1 if a sum is NaN or inf; all sums above are then 0
-    BAD_STATE = 10  # 1 if gradient and weight are finite, so that the state is non-finite
-    STEP = 11  # step count after this step; the maximum over shards, not the sum
-
-
-def has_second_moments(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Return whether an optimizer has Adam's moments of a parameter."""
-    state = optimizer.state.get(parameter, {})
-    return "exp_avg" in state and "exp_avg_sq" in state and not _quantized_in(state)
-
-
-def quantized_states(optimizer: Optimizer) -> list[str]:
-    """Return the names of 8-bit states, which cannot be read directly."""
-    return next(filter(None, map(_quantized_in, optimizer.state.values())), [])
-
-
-def _quantized_in(state: dict[str, Any]) -> list[str]:
-    tensors = {name: t for name, t in state.items() if isinstance(t, Tensor) and t.numel() > 1}
-    # bitsandbytes stores `state1` and `state2` in uint8; torchao uses a tensor subclass.
-    eight_bits = (torch.uint8, torch.int8)
-    return [n for n, t in tensors.items() if t.dtype in eight_bits or hasattr(t, "codes")]
-
-
-@torch.no_grad()
-def adam_statistics(
-    optimizer: Optimizer,
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    unscale: float | Tensor,
-    *,
-    keeps_rounding: bool = False,
-) -> Tensor:
-    r"""Return the statistics of the next step, without changing any tensor.
-
-    .. math::
-        v = \beta_2 v + (1 - \beta_2) g^2, \quad \hat v = v / (1 - \beta_2^t), \quad
-        m = \beta_1 m + (1 - \beta_1) g, \quad \hat m = m / (1 - \beta_1^t)
-
-    Rows are float64 (fp32 on MPS) on the device of the parameter. The row of a parameter without
-    Adam's states or with an empty gradient is zero. With `keeps_rounding`, the optimizer keeps
-    rounding errors of half weights, so no weight is stagnant.
-    """
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    rows = [
-        _row(
-            groups[id(p)] | ({"write_back": "kept"} if keeps_rounding else {}),
-            optimizer.state.get(p, {}),
-            p,
-            gradient,
-            unscale,
-        )
-        for p, gradient in zip(parameters, gradients, strict=True)
-    ]
-    return torch.stack(rows)
-
-
-def _row(
-    group: dict[str, Any],
-    state: dict[str, Any],
-    parameter: Tensor,
-    gradient: Tensor,
-    unscale: float | Tensor,
-) -> Tensor:
-    wide = state_dtype(parameter.device)
-    if "exp_avg_sq" not in state or not local_shard(gradient).numel():
-        return torch.zeros(len(AdamField), dtype=wide, device=parameter.device)
-    held = map(local_shard, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
-    # Complex values are viewed as real and imaginary parts, as in torch's step.
-    tensors = [stored_values(t.to_dense() if t.is_sparse else t) for t in held]
-    step = torch.as_tensor(state.get("step", 1), dtype=torch.float32) + 1
-    # On a GPU every block takes a dozen kernels, so use one block.
-    size = _BLOCK if tensors[0].device.type == "cpu" else max(tensors[0].numel(), 1)
-    blocks = zip(*(t.reshape(-1).split(size) for t in tensors), strict=True)
-    parts = [_block_sums(group, step, unscale, block) for block in blocks]
-    sums = torch.stack(parts).sum(dim=0, dtype=wide)
-    # Flagged and set to 0, because one NaN would make the sum over shards NaN.
-    is_bad = ~sums.isfinite().all()
-    inputs = [AdamField.SQUARED_WEIGHT - 1, AdamField.SQUARED_GRADIENT - 1]
-    # Gradient and weights are finite, so the state is the cause.
-    is_state_bad = is_bad & sums[inputs].isfinite().all()
-    sums = torch.where(is_bad, 0, sums)
-    count = torch.full((), tensors[0].numel(), dtype=wide, device=sums.device)
-    flags = [is_bad.to(wide), is_state_bad.to(wide), step.to(sums, non_blocking=True)]
-    return torch.stack([count, *sums, *flags])
-
-
-def _block_sums(
-    group: dict[str, Any], step: Tensor, unscale: float | Tensor, block: Sequence[Tensor]
-) -> Tensor:
-    """Return the columns `NON_ZERO` to `STAGNANT` of a block of a parameter, in fp32."""
-    beta1, beta2 = (float(b) for b in group["betas"])
-    weight, g, m, v = (part.float() for part in block)
-    if isinstance(unscale, Tensor) or unscale != 1:
-        g = g * unscale
-    # Computed before the step, which overwrites the states.
-    root = torch.addcmul(v * beta2, g, g, value=1 - beta2).div_(1 - beta2**step).sqrt_()
-    update = torch.lerp(m, g, 1 - beta1).div_(root + group["eps"])
-    factor = group["lr"] / (1 - beta1**step)
-    is_moving = g != 0
-    # Steps that keep rounding errors or round stochastically do not stagnate.
-    is_rounded = group.get("write_back", "nearest") == "nearest"
-    is_still = torch.zeros((), device=g.device)
-    if block[0].dtype in HALF_DTYPES and is_rounded:
-        stepped = torch.addcmul(weight, update, -factor).to(block[0].dtype)
-        is_still = (stepped == block[0]).logical_and_(is_moving)
-    second_moment = torch.dot(root, root) * (1 - beta2**step)
-    below = (root < max(group["eps"], _SMALLEST)).logical_and_(is_moving)
-    ratio = g.div(root.clamp_(min=max(group["eps"], _SMALLEST)))
-    sums = [
-        is_moving.count_nonzero(),
-        torch.dot(ratio, ratio),
-        below.count_nonzero(),
-        torch.dot(update, update) * factor**2,
-        torch.dot(weight, weight),
-        torch.dot(g, g),
-        second_moment,
-        is_still.count_nonzero(),
-    ]
-    return torch.stack([each.to(torch.float32) for each in sums])
 
 
 # State of each tensor, as saved in checkpoints.

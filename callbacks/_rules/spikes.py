@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ _SLIGHT = 0.1  # share of the improvement since the highest level
 
 
 class SignalVerdict(NamedTuple):
-    """Result of a window: tensors over all signals on the device, or numbers of one signal."""
+    """Result of a window: tensors or arrays over all signals, or numbers of one signal."""
 
     value: Any  # measured value
     median: Any  # of the window; NaN if the window is empty
@@ -55,89 +56,109 @@ class RobustWindow:
         self.min_values = min_values
         self.z_threshold = z_threshold
         self.patience = patience
-        self._floors_k = torch.tensor(floors)
-        self._values_kn = torch.full((len(floors), size), torch.nan)  # latest value last
-        self._streak_k = torch.zeros(len(floors), dtype=torch.long)  # consecutive spikes
-        self.highest_k = torch.full((len(floors),), -torch.inf)  # the highest median so far
+        # NumPy arrays, or tensors after `judge` of a tensor.
+        self._floors_k: Any = np.array(floors, np.float32)
+        self._values_kn: Any = np.full((len(floors), size), np.nan, np.float32)  # latest last
+        self._streak_k: Any = np.zeros(len(floors), np.int64)  # consecutive spikes
+        # The highest median so far.
+        self.highest_k: Any = np.full(len(floors), -np.inf, np.float32)
 
-    def judge(self, values_k: Tensor, judged_k: Tensor, spread: float = 1.0) -> SignalVerdict:
-        """Judge the fp32 signals of a step, and add healthy values to the window."""
-        if self._values_kn.device != values_k.device:
+    def judge(self, values_k: Any, spread: float = 1.0) -> SignalVerdict:
+        """Judge the fp32 signals of a step, and add healthy values to the window.
+
+        Args:
+            values_k: Tensor on any device, or NumPy array, which takes the host less time; 0 for a
+                signal that the step does not have.
+            spread: Factor of the deviation.
+        """
+        if type(self._values_kn) is not type(values_k) or (
+            isinstance(values_k, Tensor) and self._values_kn.device != values_k.device
+        ):
             for name in ("_floors_k", "_values_kn", "_streak_k", "highest_k"):
-                setattr(self, name, getattr(self, name).to(values_k.device))
-        # A value of exactly 0 is not judged: no sample of the batch violates its margin.
-        judged_k = judged_k & (values_k != 0)
-        verdict = self._judge_values(values_k, judged_k, spread)
+                held = torch.as_tensor(getattr(self, name))
+                is_tensor = isinstance(values_k, Tensor)
+                setattr(self, name, held.to(values_k.device) if is_tensor else held.cpu().numpy())
+        xp: Any = torch if isinstance(values_k, Tensor) else np
+        with np.errstate(all="ignore"):
+            verdict, judged_k = self._judge_values(xp, values_k, spread)
         is_spike_k, is_new_k = verdict.is_spike, verdict.is_new_level
         is_healthy_k = verdict.is_finite & ~is_spike_k & judged_k
-        moved_kn = torch.cat([self._values_kn[:, 1:], values_k[:, None]], dim=1)
-        values_kn = torch.where(is_healthy_k[:, None], moved_kn, self._values_kn)
-        self._values_kn = torch.where(is_new_k[:, None], torch.nan, values_kn)
+        moved_kn = xp.concatenate([self._values_kn[:, 1:], values_k[:, None]], 1)
+        values_kn = xp.where(is_healthy_k[:, None], moved_kn, self._values_kn)
+        self._values_kn = xp.where(is_new_k[:, None], math.nan, values_kn)
         self._streak_k = (self._streak_k + is_spike_k) * ~(is_healthy_k | is_new_k)
         return verdict
 
-    def _judge_values(self, values_k: Tensor, judged_k: Tensor, spread: float) -> SignalVerdict:
+    def _judge_values(self, xp: Any, values_k: Any, spread: float) -> tuple[SignalVerdict, Any]:
+        """Return the verdict and the judged signals; `xp` is `torch` or `numpy`."""
+        # A loss of exactly 0 is not judged: no sample of the batch violates its margin.
+        judged_k = values_k != 0
         # `nanmedian` raises on CUDA with deterministic algorithms, so sort.
-        sorted_kn = self._values_kn.sort(dim=1).values  # NaN (no value) is sorted last
-        count_k = self._values_kn.isfinite().sum(dim=1)
-        last_k1 = (count_k - 1).clamp(min=0)[:, None]
+        sorted_kn = _sorted(self._values_kn)  # NaN (no value) is sorted last
+        count_k = xp.isfinite(self._values_kn).sum(1)
+        last_k1 = xp.clip(count_k - 1, 0, None)[:, None]
         # In logarithms, noise proportional to the level has the same size throughout training. A
         # loss that may be negative is judged without logarithm.
         is_positive_k = sorted_kn[:, 0] > 0
-        to_log_kn = torch.where(is_positive_k[:, None], sorted_kn.log(), sorted_kn)
-        center_k1 = to_log_kn.gather(1, last_k1 // 2)
-        highest_k1 = to_log_kn.gather(1, last_k1)
-        mad_k1 = (to_log_kn - center_k1).abs().sort(dim=1).values.gather(1, last_k1 // 2)
-        level_k1 = torch.where(is_positive_k[:, None], 1.0, center_k1.abs())
-        floor_k1 = self._floors_k[:, None] * level_k1
-        reach_k1 = _REACH * (highest_k1 - center_k1) / self.z_threshold
-        sigma_k1 = torch.maximum(_SIGMA_PER_MAD * mad_k1, torch.maximum(floor_k1, reach_k1))
-        sigma_k1 = sigma_k1 * spread
+        to_log_kn = xp.where(is_positive_k[:, None], xp.log(sorted_kn), sorted_kn)
+        center_k, highest_k = _taken(to_log_kn, last_k1 // 2), _taken(to_log_kn, last_k1)
+        mad_k = _taken(_sorted(xp.abs(to_log_kn - center_k[:, None])), last_k1 // 2)
+        floor_k = xp.where(is_positive_k, self._floors_k, self._floors_k * xp.abs(center_k))
+        reach_k = _REACH * (highest_k - center_k) / self.z_threshold
+        sigma_k = xp.maximum(_SIGMA_PER_MAD * mad_k, xp.maximum(floor_k, reach_k)) * spread
         # The log of a nonpositive value is -inf or NaN; such a value is not a spike.
-        x_k = torch.where(is_positive_k, values_k.log().nan_to_num(nan=-torch.inf), values_k)
-        center_k, sigma_k = center_k1[:, 0], sigma_k1[:, 0]
+        x_k = xp.where(is_positive_k, xp.log(values_k), values_k)
         # A loss that is mostly zero, such as a hinge loss, has no usable deviation.
-        is_spread_k = is_positive_k | (mad_k1[:, 0] > 0)
-        is_known_k = (count_k >= self.min_values) & is_spread_k & judged_k
-        z_k = ((x_k - center_k) / sigma_k).clamp(-_MAX_Z, _MAX_Z)
-        is_finite_k = values_k.isfinite() | ~judged_k
+        is_known_k = (count_k >= self.min_values) & (is_positive_k | (mad_k > 0)) & judged_k
+        z_k = xp.clip((x_k - center_k) / sigma_k, -_MAX_Z, _MAX_Z)
+        is_finite_k = xp.isfinite(values_k) | ~judged_k
         is_spike_k = is_known_k & is_finite_k & (z_k > self.z_threshold)
         limit_k = center_k + self.z_threshold * sigma_k
-        median_k = torch.where(is_positive_k, center_k.exp(), center_k)
-        known_k = torch.where(is_known_k, median_k, -torch.inf)
-        self.highest_k = torch.maximum(self.highest_k, known_k)
-        return SignalVerdict(
+        median_k = xp.where(is_positive_k, xp.exp(center_k), center_k)
+        known_k = xp.where(is_known_k, median_k, -math.inf)
+        self.highest_k = xp.maximum(self.highest_k, known_k)
+        verdict = SignalVerdict(
             value=values_k,
             median=median_k,
-            limit=torch.where(is_positive_k, limit_k.exp(), limit_k),
-            highest=sorted_kn.gather(1, last_k1)[:, 0],
-            z=torch.where(is_known_k & is_finite_k, z_k, torch.nan),
+            limit=xp.where(is_positive_k, xp.exp(limit_k), limit_k),
+            highest=_taken(sorted_kn, last_k1),
+            z=xp.where(is_known_k & is_finite_k, z_k, math.nan),
             is_spike=is_spike_k,
             is_finite=is_finite_k,
             is_new_level=is_spike_k & (self._streak_k + 1 >= self.patience),
         )
+        return verdict, judged_k
 
     def state_dict(self) -> dict[str, Any]:
         known = {"values": self._values_kn, "streak": self._streak_k, "highest": self.highest_k}
-        return {name: tensor.cpu() for name, tensor in known.items()}
+        return {name: torch.as_tensor(values).cpu() for name, values in known.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the window of a checkpoint; a window of another size is ignored."""
-        device = self._values_kn.device
-        state = {name: tensor.to(device, copy=True) for name, tensor in state_dict.items()}
+        state = {name: tensor.cpu().clone().numpy() for name, tensor in state_dict.items()}
         if state["values"].shape == self._values_kn.shape:
             self._values_kn = state["values"]
             self._streak_k = state.get("streak", self._streak_k)
             self.highest_k = state.get("highest", self.highest_k)
 
 
-def is_slight(verdict: SignalVerdict, highest: Tensor) -> Tensor:
+def _sorted(values_kn: Any) -> Any:
+    return values_kn.sort(1).values if isinstance(values_kn, Tensor) else np.sort(values_kn, 1)
+
+
+def _taken(values_kn: Any, place_k1: Any) -> Any:
+    """Return one value of every row."""
+    if isinstance(values_kn, Tensor):
+        return values_kn.gather(1, place_k1)[:, 0]
+    return np.take_along_axis(values_kn, place_k1, 1)[:, 0]
+
+
+def is_slight(verdict: SignalVerdict, highest: Any) -> Any:
     """Return whether a loss spike is negligible, such as one odd sample at a loss near 0."""
     # One odd sample of 32 can then be 30 times the median, with a normal gradient norm.
     median = verdict.median[0]
-    is_usual: Tensor = ~verdict.is_spike[1] & verdict.is_finite[1]
-    is_small: Tensor = verdict.value[0] - median < _SLIGHT * (highest - median)
-    return is_usual & is_small
+    is_usual = ~verdict.is_spike[1] & verdict.is_finite[1]
+    return is_usual & (verdict.value[0] - median < _SLIGHT * (highest - median))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,8 @@ class _Pending:
     """A step before the end of its batch: facts that the host knows, and tensors on the device."""
 
     facts: StepFacts
-    names: list[str]  # parameters with a measured gradient
+    has_loss: bool
+    names: list[str] = field(default_factory=list)  # parameters with a measured gradient
     parts: dict[Any, Tensor] = field(default_factory=dict)  # by name of a fact or by monitor
     context: dict[Any, dict[str, Any]] = field(default_factory=dict)  # by monitor
 
@@ -147,7 +148,9 @@ class FactsRecorder(pl.Callback):
         # Lightning has multiplied the loss by the loss scale and divided it by the accumulated
         # batches.
         scale = loss_scale_of(trainer)
-        self.newest_loss = loss.detach().float().mean() / (1.0 if scale is None else scale)
+        mean = loss.detach().float()
+        mean = mean.mean() if mean.ndim else mean
+        self.newest_loss = mean.clone() if scale is None else mean / scale
         self._losses.append(self.newest_loss)
 
     @override
@@ -170,15 +173,14 @@ class FactsRecorder(pl.Callback):
         loss = self._take_loss(trainer)
         if loss is not None:  # if `training_step` returned `None`, the scaler skips nothing
             self._due.add(plain)
-        pending = _Pending(self.now, [])
+        pending = _Pending(self.now, loss is not None)
         step = self.step = TrainingStep(trainer, self.now, plain, self._names, self.newest_loss)
         # Without gradients and loss, `training_step` returned `None`; other ranks cannot know.
         if self._measures_norm and (
             step.found.gradients or loss is not None or trainer.world_size > 1
         ):
             step.signals = measure_signals(trainer, step.found, loss)
-            loss = step.signals.values[0] if loss is not None else None
-            pending.parts["signals"] = step.signals.packed
+            pending.parts["signals"], loss = step.signals.packed, None
             pending.names = step.found.names
         numbers = {"loss": loss, "lr": lr, "loss_scale": scale}
         # Cloned, because scaler and schedules change their tensors in place before the copy.
@@ -192,7 +194,7 @@ class FactsRecorder(pl.Callback):
     @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, *__: Any) -> None:
         loss = loss_in(outputs)
-        if self._pending and "loss" not in self._pending[-1].parts and loss is not None:
+        if self._pending and not self._pending[-1].has_loss and loss is not None:
             # In manual optimization, a backward may bypass Lightning.
             self._pending[-1].parts["loss"] = loss.detach().float().mean()
         self._observe("batch end")
@@ -242,7 +244,8 @@ class FactsRecorder(pl.Callback):
         if not trainer.lightning_module.automatic_optimization:
             return total
         # Lightning divides by the batches of a full step; the last step of an epoch may have fewer.
-        return total * (trainer.accumulate_grad_batches / len(losses))
+        share = trainer.accumulate_grad_batches / len(losses)
+        return total if share == 1 else total * share
 
     def _submit(self, trainer: pl.Trainer) -> None:
         """Start to copy the steps of the batch, whose outcome is known now."""
@@ -259,9 +262,12 @@ class FactsRecorder(pl.Callback):
             if isinstance(after, Tensor):  # torch's scaler; reading it here would be a host sync
                 each.parts["next_loss_scale"] = after.detach().reshape(())
             shapes = {key: tuple(part.shape) for key, part in each.parts.items()}
-            parts = (part.detach().reshape(-1) for part in each.parts.values())
-            sent = [part.to(home, non_blocking=True).double() for part in parts]
-            arrive = partial(self._arrive, facts, each.names, shapes, each.context)
+            parts = [
+                p.detach().reshape(-1).to(home, non_blocking=True) for p in each.parts.values()
+            ]
+            # `cat` promotes the dtypes of floats, but fp32 does not hold every integer.
+            sent = [part if part.is_floating_point() else part.double() for part in parts]
+            arrive = partial(self._arrive, replace(each, facts=facts), shapes)
             self.send(torch.cat(sent) if sent else torch.zeros(0), arrive)
         self.now = facts
 
@@ -278,20 +284,17 @@ class FactsRecorder(pl.Callback):
         return None if any(is_fused(each) for each in due) else True
 
     def _arrive(
-        self,
-        facts: StepFacts,
-        names: list[str],
-        shapes: dict[Any, tuple[int, ...]],
-        context: dict[Any, dict[str, Any]],
-        array: npt.NDArray[Any],
+        self, pending: _Pending, shapes: dict[Any, tuple[int, ...]], array: npt.NDArray[Any]
     ) -> None:
         """Add the arrived numbers to the facts of their step and to samples."""
+        facts, names, array = pending.facts, pending.names, array.astype(np.float64)
         ends = np.cumsum([int(np.prod(shape)) for shape in shapes.values()], dtype=int)
         split = zip(shapes.items(), np.split(array, ends), strict=False)
         parts = {key: part.reshape(shape) for (key, shape), part in split}
         known = {key: part.tolist() for key, part in parts.items() if isinstance(key, str)}
         if "signals" in known:
-            loss, norm, index, largest, rank, losses = known.pop("signals")
+            loss, norm, index, largest, *of_ranks = known.pop("signals")
+            rank, losses = of_ranks or (facts.rank, pending.has_loss)
             known |= {"gradient_norm": norm, "rank": int(rank)} | ({"loss": loss} if losses else {})
             if names:
                 known |= {"largest_gradient": names[int(index)], "largest_gradient_norm": largest}
@@ -304,7 +307,7 @@ class FactsRecorder(pl.Callback):
         facts = self.newest = replace(facts, highest_lr=highest)
         if not facts.skipped and facts.loss is not None and math.isfinite(facts.loss):
             self.located = None
-        samples = {m: Sample(facts, parts[m], own) for m, own in context.items()}
+        samples = {m: Sample(facts, parts[m], own) for m, own in pending.context.items()}
         self._arrived.append((facts, samples))
 
     def _called(self, optimizer: Optimizer, *_: Any) -> None:

@@ -117,10 +117,9 @@ class NamedTensors(NamedTuple):
 class Signals(NamedTuple):
     """Loss and gradient norm of a step, on the device."""
 
-    values: Tensor  # loss and gradient norm, fp32, of shape [2]
-    judged: Tensor  # whether each value exists
-    # The values, index and norm of the largest gradient, the rank of `StepFacts`, and the number
-    # of ranks with a loss.
+    values: Tensor  # loss (0 without a loss) and gradient norm, fp32, of shape [2]
+    # The values, index and norm of the largest gradient; with several ranks also the rank of
+    # `StepFacts` and the number of ranks with a loss.
     packed: Tensor
 
 
@@ -184,24 +183,33 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
 
 def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Signals:
     """Return the mean loss of the ranks that have a loss, and the gradient norm."""
-    # Under FSDP, a rank without any gradient must still join the collective.
-    none = torch.zeros(1, device=trainer.strategy.root_device)
-    norms = (norms_of(found.gradients) if found.gradients else none) * found.unscale
-    device, norm = norms.device, torch.linalg.vector_norm(norms)
-    local = loss.to(device, non_blocking=True) if loss is not None else torch.zeros_like(norm)
-    has_loss = torch.full_like(norm, loss is not None)
-    ranks = gather_ranks(trainer, torch.stack([local, norm, has_loss]))
-    count = ranks[:, 2].sum()
-    sharded = is_sharded(trainer)
-    # HSDP replicates shards, so the norm is too large by a constant factor, which no rule uses.
-    total_norm = torch.linalg.vector_norm(ranks[:, 1]) if sharded else ranks[:, 1].amax()
-    index = norms.argmax()  # NaN counts as the largest
-    losses = torch.where(ranks[:, 2] > 0, ranks[:, 0], -torch.inf)
-    rank = (ranks[:, 1] if sharded else losses).nan_to_num(nan=torch.inf).argmax()  # `StepFacts`
-    mean, largest = ranks[:, 0].sum() / count, norms.gather(0, index[None])[0]
-    numbers = (mean, total_norm, index, largest, rank, count)
+    if found.gradients:
+        norms = norms_of(found.gradients)
+        norms = norms * found.unscale if isinstance(found.unscale, Tensor) else norms
+    else:  # under FSDP, a rank without any gradient must still join the collective
+        norms = torch.zeros(1, device=trainer.strategy.root_device)
+    norm, (largest, index) = torch.linalg.vector_norm(norms), norms.max(0)  # NaN is the largest
+    mean = norm.new_zeros(()) if loss is None else loss.to(norms.device, non_blocking=True)
+    of_ranks: list[Tensor] = []
+    if trainer.world_size > 1:
+        mean, norm, of_ranks = _over_ranks(trainer, mean, norm, loss is not None)
+    numbers = (mean, norm, index, largest, *of_ranks)
     packed = torch.stack([each.to(norms.dtype) for each in numbers])
-    return Signals(packed[:2], torch.stack([count > 0, torch.ones_like(count > 0)]), packed)
+    return Signals(packed[:2], packed)
+
+
+def _over_ranks(
+    trainer: pl.Trainer, local: Tensor, norm: Tensor, has_loss: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return the mean loss and the norm of all ranks, the rank of `StepFacts`, and the losses."""
+    has = torch.full_like(norm, has_loss)
+    loss_W, norm_W, has_W = gather_ranks(trainer, torch.stack([local, norm, has])).unbind(1)
+    count, is_shard = has_W.sum(), is_sharded(trainer)
+    # HSDP replicates shards, so the norm is too large by a constant factor, which no rule uses.
+    total_norm = torch.linalg.vector_norm(norm_W) if is_shard else norm_W.amax()
+    losses = torch.where(has_W > 0, loss_W, -torch.inf)
+    rank = (norm_W if is_shard else losses).nan_to_num(nan=torch.inf).argmax()
+    return loss_W.sum() / count.clamp(min=1), total_norm, [rank, count]
 
 
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:

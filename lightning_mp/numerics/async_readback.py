@@ -21,7 +21,7 @@ class Readback(NamedTuple):
 
 def send(values: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to a device without waiting; later work on the device sees the copy."""
-    if device.type != "cuda":
+    if device.type != "cuda" or values.device == device:
         return values.to(device)
     # A copy from pageable memory would wait for the device.
     return values.pin_memory().to(device, non_blocking=True)

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_mp import BalancedAMP, PureFP16
 from lightning_mp.callbacks import AdamStateMonitor
-from lightning_mp.callbacks._rules.adam import AdamField, adam_statistics
+from lightning_mp.callbacks._rules.adam_statistics import AdamField, adam_statistics
 from tests.callbacks.models import (
     SparseWatched,
     Watched,
@@ -121,6 +121,33 @@ def test_stagnant_weights_raise_an_alarm_if_rounding_removes_updates(
 ) -> None:
     alarms = train(Fit(steps=40, lr=lr), plugin()).alarms
     assert ("stagnant_weights" in {alarm.kind for alarm in alarms}) == warned
+
+
+def test_small_tensors_measured_together_have_the_rows_of_each_alone() -> None:
+    sizes = [1, 300, 4096, 4097, 70_000, 17, 4000, 4000, *[3000] * 30]
+    half = [torch.float32, torch.bfloat16]
+    parameters = [nn.Parameter(torch.randn(n).to(half[i % 5 == 1])) for i, n in enumerate(sizes)]
+    groups = [{"params": parameters[:9]}, {"params": parameters[9:], "lr": 1e-5, "eps": 1e-3}]
+    optimizer = AdamW(groups, lr=1e-3)
+    for step in range(3):
+        for index, p in enumerate(parameters):  # step counts differ; one tensor has no state
+            p.grad = torch.randn_like(p) if index > 0 and step <= index % 3 else None
+        optimizer.step()
+    gradients = [torch.randn_like(p) * (torch.rand_like(p) > 0.3) for p in parameters]
+    gradients[5] = torch.full_like(gradients[5], torch.nan)
+    optimizer.state[parameters[6]]["exp_avg"][0] = torch.inf
+    together = adam_statistics(optimizer, parameters, gradients, 0.25)
+    pairs = zip(parameters, gradients, strict=True)
+    alone = torch.cat([adam_statistics(optimizer, [p], [g], 0.25) for p, g in pairs])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=0)
+    counts = [
+        field
+        for field in AdamField
+        if "SQUARED" not in field.name and field != AdamField.SECOND_MOMENT
+    ]
+    assert together[:, counts].equal(alone[:, counts])
+    assert together[:, AdamField.BAD_STATE].nonzero().flatten().tolist() == [6]
+    assert together[:, AdamField.NON_FINITE].nonzero().flatten().tolist() == [5, 6]
 
 
 def test_statistics_of_complex_weights_equal_those_of_real_and_imaginary_parts() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp import BalancedAMP
 from lightning_mp.callbacks import (
@@ -19,6 +20,7 @@ from lightning_mp.callbacks import (
     InstabilityReport,
     LossScaleMonitor,
     NonFiniteLocator,
+    ParameterMonitor,
     SpikeGuard,
 )
 from lightning_mp.callbacks._report.page import MAP_TITLES
@@ -114,6 +116,36 @@ def test_gradients_are_collected_and_measured_once_for_all_callbacks(monkeypatch
     ]
     watch(Watched(steps=5), watching, fast_dev_run=5)
     assert calls == {"gradients_of": 5, "measure_signals": 5}
+
+
+def test_unsampled_steps_need_few_operations_for_all_monitors(monkeypatch: Any) -> None:
+    """Each operation is a kernel on a GPU, in a step that may take ten milliseconds."""
+    operations: list[int] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            operations[-1] += 1
+            return func(*args, **(kwargs or {}))
+
+    original = recorder.FactsRecorder.on_before_optimizer_step
+
+    def counted(*args: Any) -> None:
+        operations.append(0)
+        with Counting():
+            original(*args)
+
+    monkeypatch.setattr(recorder.FactsRecorder, "on_before_optimizer_step", counted)
+    sampling = [
+        GradientUnderflowMonitor(every_n_steps=50),
+        ActivationRangeMonitor(every_n_steps=50),
+        AdamStateMonitor(every_n_steps=50),
+        ParameterMonitor(every_n_steps=50),
+    ]
+    watch(Watched(steps=9), [SpikeGuard(), NonFiniteLocator(), *sampling], max_steps=9)
+    assert operations[0] > 30  # sampled
+    assert max(operations[-3:]) < 15
 
 
 def monitors() -> Iterator[InstabilityMonitor]:
