@@ -286,7 +286,7 @@ class SpikeGuard(InstabilityMonitor):
             values = np.asarray(sample.array, np.float32)
             columns = np.stack(self._judged(facts.optimizer, values, sample.context["spread"]))
         loss, norm = (SignalVerdict(*row) for row in columns.T.tolist())
-        metrics = {"loss": loss.value, "loss_z": loss.z}
+        metrics = {"loss": math.nan if facts.loss is None else loss.value, "loss_z": loss.z}
         metrics |= {"gradient_norm": norm.value, "gradient_norm_z": norm.z}
         self.record(metrics, facts, trainer.log_every_n_steps)
         if facts.optimizer == 0 and facts.lr is not None:
