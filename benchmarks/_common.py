@@ -225,7 +225,7 @@ class Benchmark:
             "--csv",
             type=Path,
             default=None if is_quick else results,
-            help="file that rows are added to",
+            help="CSV file to which rows are added",
         )
         add("--quick", action="store_true", help="run at toy size; rows are kept only with --csv")
         return parser.parse_args(argv)

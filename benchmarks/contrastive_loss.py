@@ -167,7 +167,7 @@ def problems_of(errors: dict[str, float], dtype: str) -> list[str]:
     ]
 
 
-def weigh(contender: Contender, case: Case) -> int | None:
+def extra_bytes(contender: Contender, case: Case) -> int | None:
     """Return the peak memory of a call beyond inputs and gradients, in bytes."""
     inputs = case.inputs(contender.storage)
     # The call also makes the gradients, each as large as its input; they are subtracted below.
@@ -219,7 +219,7 @@ def measure_case(case: Case, args: argparse.Namespace) -> common.Report:
     if case.objective == "softmax":
         errors = sampled_errors(case, contenders[0])
         problems = problems_of(errors, case.dtype)
-    peaks = {c.name: weigh(c, case) for c in contenders}
+    peaks = {c.name: extra_bytes(c, case) for c in contenders}
     square = 256 if args.quick else 8192 if case.device.type == "cuda" else 4096
     steps, flop = gemm_steps(case, square)
     # Contenders that take the same dtype share their inputs, to save memory.
@@ -267,7 +267,7 @@ def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     if on_cuda:
         rate = ours["gemm_fraction"]
         yield common.verdict(f"{rate:.0%} of GEMM", f"{GEMM_FRACTION:.0%}", rate >= GEMM_FRACTION)
-        # The target of 8 x 4bD includes the gradients, which `weigh` subtracted.
+        # The target of 8 x 4bD includes the gradients, which `extra_bytes` subtracted.
         peak = ours["peak_features"] + 2 * DTYPES[ours["dtype"]].itemsize / 4
         figure = f"{peak:.1f} x 4bD bytes with gradients"
         yield common.verdict(figure, f"{EXTRA_FEATURES:g}", peak <= EXTRA_FEATURES)
@@ -285,12 +285,14 @@ OPTIONS = {
     "batch": dict(default=[8192], toy=[256], help="a table each"),
     "width": dict(default=[512], toy=[64], help="feature widths"),
     "dtype": dict(choices=DTYPES, default=["fp32"], help="dtypes of the features"),
-    "repeats": dict(default=7, toy=2, help="rounds that count"),
+    "repeats": dict(default=7, toy=2, help="timed rounds"),
     "workspace": dict(default=[], help="further workspaces of ours, in MiB"),
     "max-seconds": dict(
         type=float, help="leave out contenders whose call takes longer; limits rounds"
     ),
-    "scale": dict(type=float, default=100.0, help="CLIP's ends at 100, SigLIP's starts at 10"),
+    "scale": dict(
+        type=float, default=100.0, help="logit scale; CLIP's ends at 100, SigLIP's starts at 10"
+    ),
 }
 main = common.Benchmark("contrastive_loss", __doc__, measure, OPTIONS)
 

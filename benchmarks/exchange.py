@@ -218,7 +218,7 @@ def measure(args: argparse.Namespace) -> Iterator[Report]:
     yield Report(rows, TABLE, said)
 
 
-main = Benchmark("exchange", __doc__, measure, {"width": dict(default=768, help="D")})
+main = Benchmark("exchange", __doc__, measure, {"width": dict(default=768, help="feature width")})
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -179,7 +179,7 @@ def verdict_of(name: str, share: float) -> str:
 OPTIONS = {
     "size": dict(choices=SIZES, default=["B16"], toy=["tiny"], help="a table each"),
     "contenders": dict(choices=CONTENDERS, default=[*CONTENDERS], help="contenders to time"),
-    "rounds": dict(default=20, toy=2, help="rounds that count"),
+    "rounds": dict(default=20, toy=2, help="timed rounds"),
     "max-seconds": dict(type=float, help="limit of the timed steps of one contender"),
 }
 main = common.Benchmark("optimizer_step", __doc__, measure, OPTIONS)

@@ -3,7 +3,7 @@
     python benchmarks/preflight.py
 
 A cell holds the largest error of a gradient relative to its noise, now and in a second run with
-the printed settings; the last column, the arguments of the plugin that these settings change.
+the printed settings; the last column holds the arguments of the plugin that the settings change.
 """
 
 # ruff: noqa: D102

@@ -24,7 +24,7 @@ BENCHMARKS = {
     "precision": ("--rounds", "1", "--steps", "2", "--optimizers", "fused", "safe"),
     "monitor_overhead": ("--pairs", "1"),
 }
-# Packages of which the loss needs none.
+# Packages that the loss does not need.
 OPTIONAL = {"lightning", "torchmetrics", "tqdm"}
 
 

@@ -62,22 +62,22 @@ def loss_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         peak = row["peak_extra_bytes"]
         form = ",.0f" if row["ms_median"] >= 100 else ".1f"
         cells = [name, format(row["ms_median"], form), ratio, f"{row['gemm_fraction']:.0%}"]
-        yield _line([*cells, "" if peak is None else f"{peak / MIB:,.0f} MiB"])
+        yield _table_line([*cells, "" if peak is None else f"{peak / MIB:,.0f} MiB"])
 
 
 def lines_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of any other benchmark, with the columns that it prints."""
     table = importlib.import_module(f"benchmarks.{name}").TABLE
-    yield _line(table) + "\n" + "|---" * len(table) + "|"
+    yield _table_line(table) + "\n" + "|---" * len(table) + "|"
     for row in rows:
-        yield _line(cell(form, row) for form in table.values())
+        yield _table_line(cell(form, row) for form in table.values())
 
 
-def _line(cells: Iterable[str]) -> str:
+def _table_line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
-def tables_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def markdown_tables(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield a table for each problem, chip and set of versions."""
 
     def key(row: dict[str, Any]) -> list[tuple[str, str]]:
@@ -119,14 +119,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--plots", type=Path, help="folder for pictures")
-    parser.add_argument("--chip", default="", help="only rows of chips with this in their name")
+    parser.add_argument("--chip", default="", help="only chips whose name contains this text")
     args = parser.parse_args(argv)
     for path in sorted(args.results.glob("*.csv")):
         rows = [row for row in read(path) if args.chip in str(row.get("device_name", ""))]
         if not rows:
             continue
         print(f"\n## `python benchmarks/{path.stem}.py`")
-        print("\n".join(tables_of(path.stem, rows)))
+        print("\n".join(markdown_tables(path.stem, rows)))
         if args.plots is not None and path.stem in PLOTS:
             plot(path.stem, rows, args.plots)
 

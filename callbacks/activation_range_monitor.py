@@ -174,7 +174,9 @@ class ActivationRangeMonitor(SamplingMonitor):
         metrics: dict[str, float] = {}
         verdicts = [*self._judge_buffers(sample), *self._judge_logits(sample, metrics)]
         verdicts += self._judge_experts(sample, metrics)
-        is_lost = any(bad_W.any() for _, bad_W in _rows(sample, "loss", StatField.NON_FINITE))
+        is_lost = any(
+            bad_W.any() for _, bad_W in _rows_of_kind(sample, "loss", StatField.NON_FINITE)
+        )
         for kind in dict.fromkeys(key.kind for key in sample.context["keys"]):
             if kind in ("activation", "output_gradient", "norm_input"):
                 verdicts += self._judge_kind(sample, kind, is_lost, metrics)
@@ -184,7 +186,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         return first_of_each_kind(verdicts)
 
     def _judge_clamped(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
-        rows = _rows(sample, "clamped", StatField.AMAX)
+        rows = _rows_of_kind(sample, "clamped", StatField.AMAX)
         totals = {name: float(counts_W.sum()) for name, counts_W in rows}
         if totals:
             metrics["clamped_values"] = sum(totals.values())
@@ -230,7 +232,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         self, key: OutputKey, label: str, stats: TensorStats, bits: float, scaled: float
     ) -> Verdict | None:
         where = f"{key.kind}:{label}"
-        numbers: dict[str, Any] = {"dtype": _short(key.dtype), "amax": stats.amax[label]}
+        numbers: dict[str, Any] = {"dtype": _dtype_name(key.dtype), "amax": stats.amax[label]}
         found: Verdict | None = None
         # bf16 has the range of fp32, so its zeros have other causes.
         if key.dtype == torch.float16 and key.kind != "norm_input":
@@ -252,12 +254,12 @@ class ActivationRangeMonitor(SamplingMonitor):
         return dataclasses.replace(found, kind=kind, tensor=key.name, tags=tags, numbers=numbers)
 
     def _judge_buffers(self, sample: Sample) -> Iterator[Verdict]:
-        for name, bad_W in _rows(sample, "buffer", StatField.NON_FINITE):
+        for name, bad_W in _rows_of_kind(sample, "buffer", StatField.NON_FINITE):
             was_finite = self._finite.setdefault(f"buffer:{name}", not bad_W.any())
             if bad_W.any() and was_finite:  # other buffers hold -inf on purpose, as masks
                 rank = int(bad_W.argmax())
                 yield Verdict("buffer_non_finite", bad_W.max(), 0, "error", name, rank=rank)
-        for name, amax_W in _rows(sample, "buffer", StatField.AMAX):
+        for name, amax_W in _rows_of_kind(sample, "buffer", StatField.AMAX):
             amax, usual = float(amax_W.max()), self._usual_buffers.get(name, 0.0)
             if name.endswith("running_var") and 0 < _JUMP * usual < amax:
                 numbers = {"usual": usual}
@@ -267,7 +269,9 @@ class ActivationRangeMonitor(SamplingMonitor):
     def _judge_logits(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
         step, limits = sample.facts.step, {"attention_logit": self.max_attention_logit}
         for kind in ("attention_logit", "attention_entropy", "output_logit", "output_log_z"):
-            ranks = {name or _ROOT: by_W for name, by_W in _rows(sample, kind, StatField.AMAX)}
+            ranks = {
+                name or _ROOT: by_W for name, by_W in _rows_of_kind(sample, kind, StatField.AMAX)
+            }
             largest = {name: float(by_W.max()) for name, by_W in ranks.items()}
             for name, value in largest.items():
                 found = self._logits.judge(kind, name, step, value, limits.get(kind, math.inf))
@@ -282,9 +286,9 @@ class ActivationRangeMonitor(SamplingMonitor):
     def _judge_experts(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
         chosen: dict[str, list[float]] = {}
         tokens: dict[str, float] = {}
-        for name, by_W in _rows(sample, "expert", StatField.SUM_OF_SQUARES):
+        for name, by_W in _rows_of_kind(sample, "expert", StatField.SUM_OF_SQUARES):
             chosen.setdefault(name.rpartition("[")[0], []).append(float(by_W.sum()))
-        for name, by_W in _rows(sample, "expert", -1):
+        for name, by_W in _rows_of_kind(sample, "expert", -1):
             tokens[name.rpartition("[")[0]] = float(by_W.sum())
         loads: dict[str, float] = {}  # choices of each expert; 1 if all have as many
         for router, counts in chosen.items():
@@ -297,18 +301,20 @@ class ActivationRangeMonitor(SamplingMonitor):
             metrics |= {"expert_load_max": max(loads.values())}
 
 
-def _rows(sample: Sample, kind: str, field: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+def _rows_of_kind(
+    sample: Sample, kind: str, field: int
+) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """Yield the name and one statistic by rank of each row of a kind."""
     for at, key in enumerate(sample.context["keys"]):
         if key.kind == kind:
             yield key.name, sample.array[:, at, field]
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _label(key: OutputKey, keys: list[OutputKey]) -> str:
     """Return the module's name, with the dtype if its outputs have several dtypes."""
     is_alone = [each.name for each in keys].count(key.name) == 1
-    return key.name if is_alone else f"{key.name} ({_short(key.dtype)})"
+    return key.name if is_alone else f"{key.name} ({_dtype_name(key.dtype)})"

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._locate.replay import Record, gather_objects, search
+from lightning_mp.callbacks._locate.replay import Record, find_in_batches, gather_objects
 from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.recorder import facts_of
@@ -240,7 +240,7 @@ class NonFiniteLocator(InstabilityMonitor):
         step.located = True
         records = [step.records[i] for i in dict.fromkeys(indices)] or step.records
         scale, steps = None if step.scale is None else float(step.scale), step.optimizer_steps
-        index, rank, finding = search(trainer, records, scale, steps, self.near_limit)
+        index, rank, finding = find_in_batches(trainer, records, scale, steps, self.near_limit)
         facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
         # A bad step writes NaN to parameters, which the next step finds: one alarm for both.
         follows = finding.source == "parameter" and self._newest_named == facts.step - 1

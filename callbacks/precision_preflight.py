@@ -1,4 +1,4 @@
-"""`PrecisionPreflight`: names the modules that half precision hurts, and settings that mend it."""
+"""`PrecisionPreflight`: names the modules that half precision hurts, and settings that fix it."""
 
 import os
 import sys
@@ -16,13 +16,13 @@ from typing_extensions import override
 
 from lightning_mp._arguments import PATH, explains_arguments
 from lightning_mp._files import claim, touch, write
-from lightning_mp.callbacks._locate.replay import undisturbed
+from lightning_mp.callbacks._locate.replay import restored_training
 from lightning_mp.callbacks._preflight.page import preflight_page
 from lightning_mp.callbacks._preflight.result import Preflight
 from lightning_mp.callbacks._preflight.runs import Runs
 from lightning_mp.callbacks._preflight.search import preflight_step
 from lightning_mp.callbacks._step.training_state import is_sharded, scaler_of
-from lightning_mp.callbacks._words.preflight import settings_of, table_of, verdict_of
+from lightning_mp.callbacks._words.preflight import settings_of, table_of, verdict_in_words
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.callbacks.instability_report import InstabilityReport
 
@@ -31,7 +31,7 @@ __all__ = ["PrecisionPreflight"]
 
 @explains_arguments(checks={"steps": "[1, inf)", "dirpath": PATH})
 class PrecisionPreflight(pl.Callback):
-    r"""Compares the first steps with fp32, module by module, and prints settings that mend them.
+    r"""Compares the first steps with fp32, module by module, and prints settings that fix them.
 
     Before the step of each of the first batches, the batch is run in fp32 and under the precision
     plugin, from the same weights and generators. Each module also runs alone on its inputs of the
@@ -103,7 +103,7 @@ class PrecisionPreflight(pl.Callback):
             with ExitStack() as stack:
                 if "torch._dynamo" in sys.modules:  # hooks inside compiled code do not run
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(undisturbed(trainer, batch))
+                stack.enter_context(restored_training(trainer, batch))
                 self._compare(trainer, batch, batch_idx)
         except Exception as error:
             text = (str(error).splitlines() or [""])[0][:200]
@@ -122,7 +122,7 @@ class PrecisionPreflight(pl.Callback):
         plugin = trainer.precision_plugin
         name = type(plugin).__name__
         self.settings = settings_of(found, name, _arguments_of(trainer))
-        verdict = verdict_of(found, name)
+        verdict = verdict_in_words(found, name)
         self._write(trainer, verdict)
         said = [verdict, "", table_of(found), *found.notes]
         if self.settings:
@@ -162,11 +162,11 @@ def _arguments_of(trainer: pl.Trainer) -> dict[str, Any]:
         "half_ops": list(getattr(policy, "half_ops", ())),
         "inf_clamp": list(getattr(getattr(plugin, "inf_clamp", None), "modules", ())),
         "is_dynamic": getattr(getattr(scaler_of(trainer), "config", None), "dynamic", True),
-        "passed": {k: _plain(v) for k, v in getattr(plugin, "_arguments", {}).items()},
+        "passed": {k: _yaml_value(v) for k, v in getattr(plugin, "_arguments", {}).items()},
     }
 
 
-def _plain(value: Any) -> Any:
+def _yaml_value(value: Any) -> Any:
     """Return an argument as YAML writes it."""
     if is_dataclass(value):
         given = ((each, getattr(value, each.name)) for each in fields(value))

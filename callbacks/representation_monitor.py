@@ -206,7 +206,7 @@ class RepresentationMonitor(SamplingMonitor):
             # A sample arrives a step or two late, so the next four steps give a second sample.
             self._until, self._rule.wants_more = facts.step + 4, False
         sketches = {
-            name: _errors(row, len(sample.array))
+            name: _sketch_of(row, len(sample.array))
             for name, row in features.items()
             if name not in self._locked and np.isfinite(row).all()
         }
@@ -254,7 +254,7 @@ def _sketch(unit: Tensor) -> Tensor:
     return torch.cat([samples.mean(dim=0), squared_errors])
 
 
-def _errors(row: np.ndarray[Any, Any], ranks: int) -> Sketch:
+def _sketch_of(row: np.ndarray[Any, Any], ranks: int) -> Sketch:
     """Return the sketch in a row: means, and squared errors over all ranks."""
     means, errors = np.split(row[2:], 2)
     return list(zip(means.tolist(), (errors / ranks).tolist(), strict=True))

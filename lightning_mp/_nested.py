@@ -1,4 +1,4 @@
-"""Nested inputs and outputs of modules: how containers are opened, and made anew of other items."""
+"""Nested inputs and outputs of modules: opens containers and rebuilds them with other items."""
 
 import copy
 import dataclasses
@@ -15,9 +15,9 @@ _NO_CONTAINERS = (bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
 
 class Container(NamedTuple):
-    """The items of a container, their keys, and a function that makes such a container of others.
+    """The items of a container, their keys, and a function that rebuilds it with other items.
 
-    Keys are indices, the keys of a mapping, or the names of fields, which `has_fields` tells apart.
+    Keys are indices, the keys of a mapping, or, if `has_fields`, the names of fields.
     """
 
     keys: list[Any]
@@ -75,7 +75,7 @@ def _dataclass_like(value: Any, names: list[str], items: list[Any]) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a nested value with `change` applied to its tensors; the original stays as it is."""
+    """Return a nested value with `change` applied to its tensors; the original is unchanged."""
     if isinstance(value, Tensor):
         return change(value)
     # These common types first, for speed and for Dynamo, which does not trace `copy.copy`.

@@ -1,1 +1,1 @@
-"""What `python -m papers` runs: tables and figures of the papers, at this machine's size."""
+"""Tables and figures of papers, reproduced by `python -m papers` at this machine's size."""

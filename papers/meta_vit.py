@@ -92,12 +92,12 @@ class Scene:
     # Edge of the images without and with `larger`: 7 and 8 patches, 14 and 16 on a GPU.
     edges: tuple[int, int]
     batch: int  # images of a rank and step
-    steps: int  # of a training
-    lr: float  # the learning rate of AdamW
-    device: str  # its type
+    steps: int  # steps of a training
+    lr: float  # learning rate of AdamW
+    device: str  # device type
 
     @classmethod
-    def here(cls, *, fast: bool) -> Scene:
+    def for_this_machine(cls, *, fast: bool) -> Scene:
         """Return the scene for this machine."""
         if torch.cuda.is_available() and not fast:
             return cls(SIZES["H16"], (224, 256), 64, 60, 1e-3, "cuda")
@@ -173,7 +173,7 @@ def flops_of(scene: Scene, rung: Rung) -> int:
     return 3 * int(counter.get_total_flops())
 
 
-def _peak(scene: Scene, rung: Rung, outcome: Outcome) -> int | None:
+def _rung_peak(scene: Scene, rung: Rung, outcome: Outcome) -> int | None:
     """Return the peak memory: that of the allocator, or on a CPU that of two steps."""
     if scene.device == "cuda":
         return outcome.peak_bytes
@@ -183,7 +183,7 @@ def _peak(scene: Scene, rung: Rung, outcome: Outcome) -> int | None:
 
 def ladder(out: Output) -> None:
     """Train every rung, and compare its loss with that of the first rung and of another seed."""
-    scene = Scene.here(fast=out.fast)
+    scene = Scene.for_this_machine(fast=out.fast)
     on_cpu = scene.device == "cpu"
     seeds = [(rung, 0) for rung in LADDER]
     # Another seed shows how much of a difference between rungs is noise.
@@ -205,7 +205,7 @@ def ladder(out: Output) -> None:
                 "times_O1": None,
                 "epoch_h": rate and _IMAGENET / rate / 3600,
                 "tflops_a_chip": rate and rate * flops / 1e12,
-                "peak_mib": (_peak(scene, rung, outcome) or 0) / 2**20,
+                "peak_mib": (_rung_peak(scene, rung, outcome) or 0) / 2**20,
                 "loss": loss,
                 "of_the_first": loss / (rows[0]["loss"] if rows else loss) - 1,
                 "skipped": outcome.skipped_steps,
@@ -254,7 +254,7 @@ def _seconds_on_rank(rank: int, scene: Scene, rung: Rung, steps: int) -> float:
 
 def chips(out: Output) -> None:
     """Measure TFLOP/s a chip by number of chips, and compute the bytes that a chip sends a step."""
-    scene = Scene.here(fast=out.fast)
+    scene = Scene.for_this_machine(fast=out.fast)
     on_cpu = scene.device == "cpu"
     most = 2 if on_cpu else torch.cuda.device_count()
     counts = [2**i for i in range(most.bit_length()) if 2**i <= most]
@@ -314,7 +314,7 @@ def gpus(out: Output) -> None:
         ("left to software and batch", None, None, _METAS_A100 / explained, None, COMPUTED),
     ]
     measured = []
-    scene, rung = Scene.here(fast=out.fast), LADDER[-2]
+    scene, rung = Scene.for_this_machine(fast=out.fast), LADDER[-2]
     if scene.device == "cuda":
         seconds = train(scene, rung, scene.batches(rung, scene.steps)).step_seconds
         tflops = scene.batch * flops_of(scene, rung) / statistics.median(seconds) / 1e12

@@ -21,12 +21,12 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         # Spawned, because a forked child of a process with OpenMP threads may hang.
         mp.start_processes(  # type: ignore[attr-defined]
-            _run, args=(function, ranks, folder, args), nprocs=ranks, start_method="spawn"
+            _run_rank, args=(function, ranks, folder, args), nprocs=ranks, start_method="spawn"
         )
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(ranks)]
 
 
-def _run(
+def _run_rank(
     rank: int, function: Callable[..., Any], ranks: int, folder: str, args: tuple[Any, ...]
 ) -> None:
     # Ranks share the cores; more threads would only compete for them.

@@ -140,7 +140,7 @@ def test_facts_of_ranks_arrive_without_a_sync_with_the_towers(
     monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr(agreement, "ranks_of", lambda *_: 2)
     with pytest.raises(ValueError, match="unusable"):
-        agreement.refuse(
+        agreement.refuse_on_all_ranks(
             "unusable", "Loss", "no tensor", None
         )  # NCCL takes nothing that lies on the host
     assert all(facts.is_cuda for facts in sent)

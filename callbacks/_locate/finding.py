@@ -13,7 +13,7 @@ from lightning_mp.callbacks._words.non_finite import (
     outside_words,
 )
 
-__all__ = ["Finding", "find_source", "headroom"]
+__all__ = ["NonFiniteSource", "find_source", "headroom"]
 
 _MOST_SUSPECTS = 4  # named in an alarm
 
@@ -21,7 +21,7 @@ Source = Literal["batch", "outlier", "parameter", "forward", "backward", "nowher
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class NonFiniteSource:
     """The source of the first non-finite value."""
 
     source: Source  # `"nowhere"`: the replay was finite; `"failed"`: the replay raised an error
@@ -42,7 +42,7 @@ class Finding:
         return self.dtype == "float16"
 
 
-def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
+def find_source(trace: Trace, near_limit: float, scale: float | None) -> NonFiniteSource | None:
     """Return the first source of non-finite values, or `None` if all values are finite."""
     # Submodules end before the module that contains them, so the innermost module comes first.
     ended = sorted((c for c in trace.calls if c.ended), key=lambda c: c.ended)
@@ -111,7 +111,7 @@ def _is_swallowed(masked: TracedCall, ended: list[TracedCall]) -> bool:
 
 def _in_forward(
     trace: Trace, call: TracedCall, ended: list[TracedCall], near_limit: float
-) -> Finding:
+) -> NonFiniteSource:
     inputs, outputs = call.seen["input"], call.seen["output"]
     before = [c for c in ended if c.ended < call.ended]
     inside = [c for c in before if c is not call and c.name.startswith(call.inside)]
@@ -136,7 +136,7 @@ def _in_forward(
 
 def _outside(
     trace: Trace, ended: list[TracedCall], near_limit: float, masked: list[TracedCall]
-) -> Finding | None:
+) -> NonFiniteSource | None:
     """Return a source in the code of the LightningModule between or after its submodules."""
     inputs = {c: [s for s in c.seen["input"] if not (s.is_masked and masked)] for c in ended}
     tainted = (c for c in ended if _first_tainted(inputs[c]))
@@ -157,7 +157,7 @@ def _outside(
 # --- the backward --------------------------------------------------------------------------------
 
 
-def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
+def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> NonFiniteSource | None:
     reached = sorted((c for c in trace.calls if c.reached), key=lambda c: c.reached)
     producers = [c for c in reached if _makes_gradient(trace, c)]
     # The input gradient of a module comes after the input gradients of all its submodules.
@@ -203,9 +203,9 @@ def _found(
     bad: Seen,
     suspects: Sequence[tuple[str, str]] = (),
     is_root: bool = False,
-) -> Finding:
+) -> NonFiniteSource:
     listed = "; ".join(f"`{name}` ({words})" for name, words in suspects)
-    return Finding(
+    return NonFiniteSource(
         source=source,
         name=name,
         text=f"{text} {CAUSES['suspects'].format(listed=listed)}" if suspects else text,
@@ -218,7 +218,7 @@ def _found(
     )
 
 
-def _held(source: Source, bad: Seen) -> Finding:
+def _held(source: Source, bad: Seen) -> NonFiniteSource:
     return _found(source, bad.path, CAUSES[source].format(bad=bad), [bad], bad)
 
 

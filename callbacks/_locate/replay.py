@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_mp.callbacks._locate.finding import Finding, find_source, headroom
+from lightning_mp.callbacks._locate.finding import NonFiniteSource, find_source, headroom
 from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
 from lightning_mp.callbacks._words.non_finite import CAUSES
@@ -29,13 +29,13 @@ from lightning_mp.numerics.floats import VALUE_DTYPES, accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
-__all__ = ["Record", "gather_objects", "replay", "search", "undisturbed"]
+__all__ = ["Record", "find_in_batches", "gather_objects", "replay", "restored_training"]
 
 _LOWERINGS = 6  # attempts with a loss scale that is divided by 4 each time
 _NEAR = 2**-6  # two roundings to bf16, because compiled code runs eagerly in a replay
 # Attributes of a metric in addition to its states.
 _METRIC = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
-_Seen = tuple[Finding | None, float, str]
+_Seen = tuple[NonFiniteSource | None, float, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +61,14 @@ def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
     return gathered
 
 
-def search(
+def find_in_batches(
     trainer: pl.Trainer, records: Sequence[Record], scale: float | None, steps: int, near: float
-) -> tuple[int, int, Finding]:
+) -> tuple[int, int, NonFiniteSource]:
     """Replay batches until a source is found; return index, rank and finding on all ranks."""
     # A `training_step` that fetches its batches itself cannot be replayed.
     step = trainer.lightning_module.training_step
     if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-        return 0, 0, Finding(source="failed", text=CAUSES["no_replay"])
+        return 0, 0, NonFiniteSource(source="failed", text=CAUSES["no_replay"])
     inexact = ""
     for index, record in enumerate(records):
         findings_at = partial(_replayed_findings, trainer, record, steps, near)
@@ -83,7 +83,7 @@ def search(
                 rank, finding = _at_lower_scales(findings_at, rank, finding, scale)
             return index, rank, replace(finding, text=f"{finding.text} {difference}".rstrip())
     nowhere = CAUSES["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
-    return 0, 0, Finding(source="nowhere", text=f"{nowhere} {inexact}".rstrip())
+    return 0, 0, NonFiniteSource(source="nowhere", text=f"{nowhere} {inexact}".rstrip())
 
 
 _FAR = 100.0  # times the 99.9% quantile of magnitudes: no distribution of data has such tails
@@ -95,8 +95,8 @@ def _outlier(
     steps: int,
     near: float,
     scale: float | None,
-    finding: Finding,
-) -> tuple[int, Finding] | None:
+    finding: NonFiniteSource,
+) -> tuple[int, NonFiniteSource] | None:
     """Return rank and finding if a few huge values in the batch are the cause; a collective."""
     huge: tuple[str, float, float] | None = None
     calm = None
@@ -119,7 +119,7 @@ def _outlier(
         return None
     name, amax, usual = found[rank]
     text = CAUSES["outlier"].format(path=name, amax=amax, usual=usual, text=finding.text)
-    own = Finding(source="outlier", name=name, text=text, amax=amax, usual=usual)
+    own = NonFiniteSource(source="outlier", name=name, text=text, amax=amax, usual=usual)
     return rank, replace(own, dtype=finding.dtype, limit=finding.limit)
 
 
@@ -137,8 +137,8 @@ def _difference(trace: Trace, record: Record) -> str:
 
 
 def _at_lower_scales(
-    findings_at: Callable[[float], list[_Seen]], rank: int, finding: Finding, scale: float
-) -> tuple[int, Finding]:
+    findings_at: Callable[[float], list[_Seen]], rank: int, finding: NonFiniteSource, scale: float
+) -> tuple[int, NonFiniteSource]:
     """Return the finding at a loss scale of 1, or the given finding with a fitting scale."""
     # A value that is non-finite at a scale of 1 does not depend on the scale.
     seen = findings_at(1.0)
@@ -169,7 +169,7 @@ def _replayed_findings(
         # A failed replay, for example by lack of memory, must not end the run.
         text = (str(error).splitlines() or [""])[0][:200].removesuffix(".")
         failed = CAUSES["failed"].format(name=type(error).__name__, text=text)
-        seen: _Seen = Finding(source="failed", text=failed), 0.0, ""
+        seen: _Seen = NonFiniteSource(source="failed", text=failed), 0.0, ""
     else:
         seen = find_source(trace, near, scale), headroom(trace), _difference(trace, record)
     return gather_objects(trainer, seen)
@@ -200,7 +200,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
         return loss.detach()
 
     with ExitStack() as stack:
-        stack.enter_context(undisturbed(trainer, record.batch))
+        stack.enter_context(restored_training(trainer, record.batch))
         if not module.automatic_optimization:
             _hold_steps(stack, trainer, backward, optimizer_steps)
         # Without `no_sync`, DDP would all-reduce the gradients of the replay.
@@ -238,7 +238,7 @@ def _training_step(trainer: pl.Trainer, record: Record) -> Any:
 
 
 @contextmanager
-def undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
+def restored_training(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
     """Restore all state that a step changes."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     # States are saved here and restored in reverse order on exit.
@@ -260,7 +260,7 @@ def undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
         # Set aside, not zeroed, because gradients of accumulated batches are still needed.
-        for parameter in _parameters(trainer):
+        for parameter in _all_parameters(trainer):
             stack.callback(parameter.requires_grad_, parameter.requires_grad)
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
@@ -270,7 +270,7 @@ def undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
         yield
 
 
-def _parameters(trainer: pl.Trainer) -> list[Tensor]:
+def _all_parameters(trainer: pl.Trainer) -> list[Tensor]:
     """Return the parameters of the model and of its optimizers."""
     stepped = [g["params"] for opt in trainer.optimizers for g in opt.param_groups]
     own = list(trainer.lightning_module.parameters())
@@ -294,15 +294,15 @@ def _hold_steps(
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    _replace(stack, strategy, "backward", backward)
-    _replace(stack, module, "clip_gradients", nothing)
+    _replace_method(stack, strategy, "backward", backward)
+    _replace_method(stack, module, "clip_gradients", nothing)
     for optimizer in (*strategy._lightning_optimizers, *strategy.optimizers):
-        _replace(stack, optimizer, "step", step)
+        _replace_method(stack, optimizer, "step", step)
     for config in strategy.lr_scheduler_configs:
-        _replace(stack, config.scheduler, "step", nothing)
+        _replace_method(stack, config.scheduler, "step", nothing)
 
 
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def _replace_method(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Replace a method of one object until the stack is closed."""
     attributes = vars(owner)
     stack.callback(attributes.update, {k: each for k, each in attributes.items() if k == name})

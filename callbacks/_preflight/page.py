@@ -85,7 +85,9 @@ def preflight_page(found: Preflight, title: str, verdict: str, settings: str) ->
         settings: The YAML of the remedy, or an empty string.
     """
     half = "fp16" if found.half == torch.float16 else "bf16"
-    rows = "\n".join(f"<tr>{_row('td', cells_of(found, each))}</tr>" for each in found.modules)
+    rows = "\n".join(
+        f"<tr>{_table_row('td', cells_of(found, each))}</tr>" for each in found.modules
+    )
     mends = (
         f"<section><h2>Settings</h2>\n{_comparison(found)}<pre>{escape(settings)}</pre></section>"
         if settings
@@ -102,7 +104,7 @@ def preflight_page(found: Preflight, title: str, verdict: str, settings: str) ->
         unit=f"{_ROUNDING[found.half]:.1e}",
         after="" if found.mended is None else ", and a square is this error with the settings",
         picture=_picture(found),
-        head=_row("th", head_of(found)),
+        head=_table_row("th", head_of(found)),
         rows=rows,
         whole=f"{whole:.6g}",
         rounded=f"{rounded:.6g}",
@@ -120,7 +122,7 @@ def _comparison(found: Preflight) -> str:
     )
 
 
-def _row(tag: str, cells: Sequence[str]) -> str:
+def _table_row(tag: str, cells: Sequence[str]) -> str:
     return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
 
 

@@ -1,4 +1,4 @@
-"""The result of a preflight: errors by module, and the settings that mend them."""
+"""The result of a preflight: errors by module, and the settings that fix them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ STAGNANT = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """Settings of a precision plugin that mend the errors of half precision.
+    """Settings of a precision plugin that fix the errors of half precision.
 
     Args:
         fp32_modules: Modules to compute in fp32, in addition to those of the plugin.

@@ -242,7 +242,7 @@ class Runs:
             found: Sequence[Tensor | None] = ()
             if cotangent is not None and output is not None and output.requires_grad and trained:
                 with self._recompute_context() if half else nullcontext():
-                    found = _gradients(output, trained, cotangent.to(output.dtype))
+                    found = _input_gradients(output, trained, cotangent.to(output.dtype))
         tensors = [output, *found]
         return [torch.empty(0) if x is None else x.detach().float() for x in tensors]
 
@@ -288,7 +288,7 @@ class Runs:
                 raise ValueError(usage("preflight_no_loss"))
             with recompute or nullcontext():
                 scaled = loss.float() * scale
-                found = _gradients(scaled, [*named.values()], torch.ones_like(scaled))
+                found = _input_gradients(scaled, [*named.values()], torch.ones_like(scaled))
         gradients = {
             name: g.detach().float() / scale
             for name, g in zip(named, found, strict=True)
@@ -309,8 +309,8 @@ def _recording(
         if path not in calls:
             detached = map_tensors((args, kwargs), torch.Tensor.detach)
             # The call may have modified other objects, such as caches of keys and values.
-            given = tuple(v if _is_plain(v) else None for v in detached[0])
-            named = {k: v if _is_plain(v) else None for k, v in detached[1].items()}
+            given = tuple(v if _is_plain_data(v) else None for v in detached[0])
+            named = {k: v if _is_plain_data(v) else None for k, v in detached[1].items()}
             calls[path] = ModuleCall(given, named, tensor.detach())
         # The first call in a reentrant checkpoint has no graph; its repetition in the backward has.
         if tensor.requires_grad and path not in hooked and tensor.shape == calls[path].output.shape:
@@ -320,7 +320,7 @@ def _recording(
     return hook
 
 
-def _gradients(
+def _input_gradients(
     output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor
 ) -> Sequence[Tensor | None]:
     """Return gradients without changing `.grad`, also through reentrant checkpoints."""
@@ -330,10 +330,10 @@ def _gradients(
     )
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_data(value: Any) -> bool:
     if isinstance(value, (tuple, list, Mapping)):
         opened = open_container(value)
-        return opened is not None and all(map(_is_plain, opened.items))
+        return opened is not None and all(map(_is_plain_data, opened.items))
     return value is None or isinstance(value, (Tensor, bool, int, float, str, torch.dtype))
 
 

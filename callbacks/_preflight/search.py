@@ -1,4 +1,4 @@
-"""Finds the settings that mend the errors of half precision by running the step with each."""
+"""Finds the settings that fix the errors of half precision by running the step with each."""
 
 import math
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def preflight_step(
         found = replace(found, by_scale=by_scale)
     all_found = found if before is None else found.merged(before)
     if is_bad and agree(all_found.best_scale) is None:
-        all_found = search(trials, all_found)
+        all_found = cheapest_remedy(trials, all_found)
     return trials.proved(all_found) if is_last else all_found
 
 
@@ -99,7 +99,7 @@ class _Trials:
         return replace(found, mended=max(ratio, found.mended)).with_errors(errors)
 
 
-def search(trials: _Trials, found: Preflight) -> Preflight:
+def cheapest_remedy(trials: _Trials, found: Preflight) -> Preflight:
     """Return the result with the remedy that needs the least work in fp32."""
     remedy = found.remedy  # of the earlier steps
     ratio = trials.ratio(remedy)
@@ -132,7 +132,7 @@ def search(trials: _Trials, found: Preflight) -> Preflight:
 def _extended(
     trials: _Trials, remedy: Remedy, ratio: float, options: list[Remedy]
 ) -> tuple[Remedy, float]:
-    """Return a remedy with the options that mend the step, and its ratio."""
+    """Return a remedy with the options that fix the step, and its ratio."""
     while ratio >= MATTERS and len(remedy.names) < _MOST:
         left = [option for option in options if not remedy.includes(option)]
         results = {option: trials.ratio(remedy | option) for option in left}

@@ -50,8 +50,8 @@ def report_data(
         "format": f"{NAME} 1",
         "run": run,
         "counts": counts,
-        "first": None if first is None else _alarm(first),
-        "alarms": [_alarm(alarm) for alarm in _choose_alarms(alarms)],
+        "first": None if first is None else _alarm_fields(first),
+        "alarms": [_alarm_fields(alarm) for alarm in _choose_alarms(alarms)],
         "curves": dict(list(_plain_curves(curves).items())[:_MAX_CURVES]),
         "maps": [
             _plain_map(name, heat, max_tensors, most_cells, alarmed) for name, heat in maps.items()
@@ -97,7 +97,7 @@ def _ends(alarms: list["Alarm"], count: int) -> list["Alarm"]:
     return alarms[: count // 2] + alarms[newest:]
 
 
-def _alarm(alarm: "Alarm") -> dict[str, Any]:
+def _alarm_fields(alarm: "Alarm") -> dict[str, Any]:
     # The page shows place and remedy in fields of their own.
     message = alarm.message.removeprefix(f"{alarm.place}: ")
     if alarm.remedy:

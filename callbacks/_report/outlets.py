@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_mp.callbacks._report.page import verdict
+from lightning_mp.callbacks._report.page import headline
 from lightning_mp.callbacks._rules.records import Alarm
 from lightning_mp.callbacks._words.usage import usage
 
@@ -34,7 +34,7 @@ class Alerts:
     def send(self, title: str, alarm: Alarm) -> None:
         if isinstance(self._alert, str):
             self._threads = self._threads or ThreadPoolExecutor(1, "alerts")
-            body = {"text": f"{title}: {alarm.message}", "alarm": _plain(alarm)}
+            body = {"text": f"{title}: {alarm.message}", "alarm": _json_fields(alarm)}
             self._last = self._threads.submit(self._try, _post, self._alert, body)
         elif self._alert is not None:
             self._try(self._alert, alarm)
@@ -67,7 +67,7 @@ class Alerts:
         self.check()
 
 
-def _plain(alarm: Alarm) -> dict[str, object]:
+def _json_fields(alarm: Alarm) -> dict[str, object]:
     fields = dataclasses.asdict(alarm).items()
     # JSON has neither NaN nor inf.
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields}
@@ -106,4 +106,4 @@ def _markdown(page: Path, data: dict[str, Any]) -> str:
         f"- {alarm['severity']} at step {alarm['step']}: {alarm['message']} {alarm['remedy']}"
         for alarm in data["alarms"]
     )
-    return "\n".join([verdict(data), "", usage("report_logged", page=page.name), "", *alarms])
+    return "\n".join([headline(data), "", usage("report_logged", page=page.name), "", *alarms])

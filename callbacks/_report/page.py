@@ -63,7 +63,7 @@ def report_page(data: dict[str, Any]) -> str:
         title=escape(data["run"]["title"]),
         style=_asset("page.css"),
         verdicts=_verdicts(data),
-        facts=_facts(data["run"]),
+        facts=_facts_list(data["run"]),
         preflight=_preflight(data["run"]),
         alarms=_alarms(data),
         no_maps="" if data["maps"] else _NO_MAPS,
@@ -83,12 +83,12 @@ def _json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def verdict(data: dict[str, Any]) -> str:
+def headline(data: dict[str, Any]) -> str:
     """Return the result of the run in one line, not escaped."""
     counts, first, steps = data["counts"], data["first"], data["run"]["steps"]
-    named = [_count(counts[kind], kind) for kind in ("error", "warning") if counts[kind]]
+    named = [_counted(counts[kind], kind) for kind in ("error", "warning") if counts[kind]]
     if first is None:
-        return f"No alarms in {_count(steps, 'step')}."
+        return f"No alarms in {_counted(steps, 'step')}."
     return f"{', '.join(named)}; first at step {first['step']:,}: {first['message']}"
 
 
@@ -98,14 +98,14 @@ def marked_up(message: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(message))
 
 
-def _count(number: int, noun: str) -> str:
+def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _verdicts(data: dict[str, Any]) -> str:
     counts, end = data["counts"], data["run"]["end"]
     level = "error" if counts["error"] else "warning" if counts["warning"] else "fine"
-    lines = [(level, marked_up(verdict(data)))]
+    lines = [(level, marked_up(headline(data)))]
     if end["how"] == "failed":
         lines.append(("error", f"Ended by <code>{escape(end.get('exception', 'unknown'))}</code>"))
     return "\n".join(
@@ -114,12 +114,12 @@ def _verdicts(data: dict[str, Any]) -> str:
     )
 
 
-def _facts(run: dict[str, Any]) -> str:
+def _facts_list(run: dict[str, Any]) -> str:
     monitors = ", ".join(run["monitors"]) or "none except this report"
     return "\n".join(
         f"<div{_WIDE if len(value) > 90 else ''}><dt>{escape(label)}</dt>"
         f"<dd>{escape(value)}</dd></div>"
-        for label, value in [*_times(run), *run["facts"], ("Monitors", monitors)]
+        for label, value in [*_run_times(run), *run["facts"], ("Monitors", monitors)]
     )
 
 
@@ -131,7 +131,7 @@ def _preflight(run: dict[str, Any]) -> str:
     return f' <a href="./{escape(quote(name))}">Precision preflight</a>'
 
 
-def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
+def _run_times(run: dict[str, Any]) -> list[tuple[str, str]]:
     started, *resumed = run["starts"] or [{"step": 0, "time": "not yet"}]
     end = run["end"]
     ended = f"No: still running or killed; this page was written at {run['written']}"
@@ -151,7 +151,7 @@ def _alarms(data: dict[str, Any]) -> str:
     lines = ['<div class="filters" role="group" aria-label="Show alarms of these levels">']
     lines += [
         f'<button type="button" class="{kind}" data-level="{kind}" aria-pressed="true">'
-        f'<span aria-hidden="true">{_SIGNS[kind]}</span> {_count(count, _NOUNS[kind])}</button>'
+        f'<span aria-hidden="true">{_SIGNS[kind]}</span> {_counted(count, _NOUNS[kind])}</button>'
         for kind, count in counts.items()
         if count
     ]
@@ -159,14 +159,14 @@ def _alarms(data: dict[str, Any]) -> str:
     total = sum(counts.values())
     if total > len(alarms):
         lines.append(f"<p>These are the first and latest {len(alarms)} of {total:,} alarms.</p>")
-    shown = "\n".join(_alarm(index, alarm) for index, alarm in enumerate(alarms))
+    shown = "\n".join(_alarm_item(index, alarm) for index, alarm in enumerate(alarms))
     lines.append(f'<ol class="alarms">\n{shown}\n</ol>')
     if len(alarms) > _SHOWN_ALARMS:
         lines.append(f'<button type="button" id="unfold">Show all {len(alarms)}</button>')
     return "\n".join(lines)
 
 
-def _alarm(index: int, alarm: dict[str, Any]) -> str:
+def _alarm_item(index: int, alarm: dict[str, Any]) -> str:
     level = alarm["severity"]
     tensor = ""
     if alarm["tensor"]:
@@ -195,9 +195,9 @@ def _place(alarm: dict[str, Any]) -> str:
 
 def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
     curves, run = data["curves"], data["run"]
-    lines = [_line(name, curves.get(name), *each) for name, each in _TIME_LINES.items()]
+    lines = [_chart(name, curves.get(name), *each) for name, each in _TIME_LINES.items()]
     others = sorted(set(curves) - set(_TIME_LINES))
-    more = [_line(name, curves[name], name.replace("_", " ").capitalize()) for name in others]
+    more = [_chart(name, curves[name], name.replace("_", " ").capitalize()) for name in others]
     absent = {
         "loss": "No loss has been recorded.",
         "gradient_norm": "No gradient norm has been recorded.",
@@ -220,7 +220,7 @@ def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _line(name: str, curve: Any, title: str, axis: str = "auto") -> dict[str, Any]:
+def _chart(name: str, curve: Any, title: str, axis: str = "auto") -> dict[str, Any]:
     unit = "share" if name.endswith("share") else "number"
     return {"title": title, "unit": unit, "axis": axis, "curve": curve, "name": name}
 

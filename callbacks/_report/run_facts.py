@@ -46,7 +46,7 @@ def run_facts(trainer: pl.Trainer, highest_rates: Mapping[int, float]) -> list[l
         ["Precision", f"{type(plugin).__name__}({_settings(plugin)})"],
         *_preflights(trainer),
         *(
-            ["Optimizer", _optimizer(each) + _rates(each, highest_rates.get(index))]
+            ["Optimizer", _optimizer(each) + _schedule_in_words(each, highest_rates.get(index))]
             for index, each in enumerate(trainer.optimizers[:_MAX_GROUPS])
         ),
         ["Accumulation", "none" if batches == 1 else f"{batches} batches a step"],
@@ -84,7 +84,7 @@ def _settings(plugin: object) -> str:
     """Return the public attributes of plain types, and the settings of the loss scale."""
     found: dict[str, object] = {"precision": getattr(plugin, "precision", "unknown")}
     # Private attributes are state, and the texts of objects would fill the page.
-    found |= {k: v for k, v in vars(plugin).items() if not k.startswith("_") and _is_plain(v)}
+    found |= {k: v for k, v in vars(plugin).items() if not k.startswith("_") and _is_printable(v)}
     text = _join(found.items())
     scaler = getattr(plugin, "scaler", None)
     if isinstance(scaler, LossScaler):
@@ -103,7 +103,7 @@ def _optimizer(optimizer: Any) -> str:
     return f"{type(optimizer).__name__}({'; '.join(texts[:_MAX_GROUPS])}{more})"
 
 
-def _rates(optimizer: Any, highest: float | None) -> str:
+def _schedule_in_words(optimizer: Any, highest: float | None) -> str:
     """Return the highest and the current learning rate of the first group under a schedule."""
     # Without an optimizer, Lightning's mock optimizer has no groups.
     group: dict[str, Any] = next(iter(optimizer.param_groups), {})
@@ -112,16 +112,16 @@ def _rates(optimizer: Any, highest: float | None) -> str:
     return f"; its schedule reached {highest:g} and is at {float(group['lr']):g}"
 
 
-def _is_plain(value: object) -> bool:
+def _is_printable(value: object) -> bool:
     values = value if isinstance(value, tuple | list) else [value]
     return all(isinstance(each, str | int | float) for each in values)
 
 
 def _join(items: Iterable[tuple[str, object]]) -> str:
-    return ", ".join(f"{name}={_short(value)}" for name, value in items)
+    return ", ".join(f"{name}={_setting_in_words(value)}" for name, value in items)
 
 
-def _short(value: object) -> str:
+def _setting_in_words(value: object) -> str:
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_short, value))}]"
+        return f"[{', '.join(map(_setting_in_words, value))}]"
     return f"{float(value):g}" if isinstance(value, float | torch.Tensor) else str(value)

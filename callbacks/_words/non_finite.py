@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # these modules import torch
-    from lightning_mp.callbacks._locate.finding import Finding
+    from lightning_mp.callbacks._locate.finding import NonFiniteSource
     from lightning_mp.callbacks._locate.trace import Seen, TracedCall
 
 __all__ = [
@@ -81,14 +81,14 @@ def forward_words(
         keys += ["inputs"] * bool(plain) + ["mask"] * bool(masks) + ["submodules"] * has_submodules
     fields = {"title": title, "bad": bad, "call": passed_to, "buffer": buffer}
     mask = masks[0] if masks else None
-    return _joined(keys, largest=_largest(plain), mask=mask, **fields)
+    return _joined(keys, largest=_nearest_to_limit(plain), mask=mask, **fields)
 
 
 def outside_words(
     root: str, bad: "Seen", outputs: Sequence["Seen"], *, passed_to: "TracedCall | None"
 ) -> str:
     keys = ["outside_passed" if passed_to else "outside", *["outputs"] * bool(outputs)]
-    return _joined(keys, root=root, bad=bad, call=passed_to, largest=_largest(outputs))
+    return _joined(keys, root=root, bad=bad, call=passed_to, largest=_nearest_to_limit(outputs))
 
 
 def backward_words(
@@ -96,7 +96,7 @@ def backward_words(
 ) -> str:
     keys = [_backward_key(scale), *["output_gradient"] * bool(came)]
     keys.append("own_gradient" if is_parameter else "input_gradient")
-    return _joined(keys, title=title, bad=bad, scale=scale, largest=_largest(came))
+    return _joined(keys, title=title, bad=bad, scale=scale, largest=_nearest_to_limit(came))
 
 
 def loss_backward_words(root: str, bad: "Seen", scale: float | None) -> str:
@@ -113,7 +113,7 @@ def _joined(keys: Sequence[str], **fields: object) -> str:
     return " ".join(CAUSES[key] for key in keys).format(**fields)
 
 
-def _largest(seen: Sequence["Seen"]) -> "Seen | None":
+def _nearest_to_limit(seen: Sequence["Seen"]) -> "Seen | None":
     return max(seen, key=lambda s: s.amax / s.limit, default=None)
 
 
@@ -154,7 +154,11 @@ REMEDIES = {
 
 
 def remedy_for(
-    finding: "Finding", plugin: str, *, eps: float | None = None, checks_gradients: bool = True
+    finding: "NonFiniteSource",
+    plugin: str,
+    *,
+    eps: float | None = None,
+    checks_gradients: bool = True,
 ) -> str:
     """Return the remedy for a finding, with values to set.
 

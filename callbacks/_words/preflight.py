@@ -10,39 +10,40 @@ import yaml  # type: ignore[import-untyped]
 if TYPE_CHECKING:
     from lightning_mp.callbacks._preflight.result import ModuleError, Preflight, Remedy
 
-__all__ = ["cells_of", "head_of", "settings_of", "table_of", "verdict_of"]
+__all__ = ["cells_of", "head_of", "settings_of", "table_of", "verdict_in_words"]
 
 _ROWS = 8
 _NAMES = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
 _OURS = ("BalancedAMP", "PureFP16")
 
 
-def verdict_of(found: Preflight, plugin: str) -> str:
+def verdict_in_words(found: Preflight, plugin: str) -> str:
     """Return the result in one or two sentences."""
     half = _NAMES[str(found.half)]
     if found.is_clean:
         return (
             f"{plugin} is safe for this model: errors of {half} are at most "
-            f"{_share(found.ratio)} of the gradient noise (`{found.worst}`)."
+            f"{_percent(found.ratio)} of the gradient noise (`{found.worst}`)."
         )
     if found.stagnates and found.mended is None:
         return (
-            f"{_share(found.stagnant)} of the weights are stagnant: an update of the size of the "
+            f"{_percent(found.stagnant)} of the weights are stagnant: an update of the size of the "
             f"learning rate is below half a unit in the last place of {half}. Keep fp32 weights, "
             "with `BalancedAMP`."
         )
     harm = f"In {half}, {found.worst} is not finite."
     if math.isfinite(found.ratio):
         harm = (
-            f"{half} adds errors of {_share(found.ratio)} of the gradient noise to `{found.worst}`."
+            f"{half} adds errors of {_percent(found.ratio)} of the gradient noise to "
+            f"`{found.worst}`."
         )
     if found.is_mended and found.mended is not None:
         return (
             f"{harm} With {_settings_in_words(found.remedy)} the largest error is "
-            f"{_share(found.mended)} of the noise."
+            f"{_percent(found.mended)} of the noise."
         )
     return (
-        f"{harm} No module or op in fp32, no clamp and no other dtype mends it: check what "
+        f"{harm} No module or op in fp32, no clamp and no other dtype fixes it: check what "
         "`training_step` computes itself."
     )
 
@@ -70,7 +71,9 @@ def table_of(found: Preflight) -> str:
     ]
     whole, rounded = found.losses
     lines.append(f"The loss is {whole:.6g} in fp32 and {rounded:.6g} in {half}.")
-    lines += [f"`{op}` rounds in {_listed(callers)}." for op, callers in found.callers.items()]
+    lines += [
+        f"`{op}` rounds in {_callers_in_words(callers)}." for op, callers in found.callers.items()
+    ]
     return "\n".join(lines)
 
 
@@ -140,11 +143,11 @@ def _changed(remedy: Remedy, arguments: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _listed(callers: tuple[str, ...]) -> str:
+def _callers_in_words(callers: tuple[str, ...]) -> str:
     named = [f"`{each or 'training_step'}`" for each in callers[:3]]
     more = f" and {len(callers) - 3} more" if len(callers) > 3 else ""
     return ", ".join(named) + more
 
 
-def _share(ratio: float) -> str:
+def _percent(ratio: float) -> str:
     return f"{ratio:.2%}" if ratio < 0.1 else f"{ratio:.0%}"

@@ -18,7 +18,7 @@ _WRITTEN_BY = "The callback `InstabilityReport` writes it as `instability.json`.
 def rebuild_page(run_dir: str | Path) -> Path:
     """Write the page of a report again, from its data file or the folder that contains it."""
     path = Path(run_dir)
-    source, data = (path, _read(path)) if path.is_file() else _search(path)
+    source, data = (path, _report_parts(path)) if path.is_file() else _search(path)
     if data is None:
         raise ValueError(
             f"Passed {str(path)!r}, which is not the data of a report. {_WRITTEN_BY} Pass the "
@@ -36,7 +36,7 @@ def _search(folder: Path) -> tuple[Path, dict[str, Any] | None]:
         raise ValueError(f"Passed {str(folder)!r}, which does not exist. Pass the folder of a run.")
     # The folder first, because folders below it may contain reports of other runs.
     for pattern in ("*.json", "**/*.json"):
-        read = {path: _read(path) for path in sorted(folder.glob(pattern))}
+        read = {path: _report_parts(path) for path in sorted(folder.glob(pattern))}
         found = {path: data for path, data in read.items() if data is not None}
         if len(found) > 1:
             names = ", ".join(repr(str(each)) for each in list(found)[:5])
@@ -62,7 +62,7 @@ _EMPTY_REPORT: dict[str, Any] = {  # the data of an empty report
 }
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _report_parts(path: Path) -> dict[str, Any] | None:
     """Return the parts of a report's data that a page can show; `None` for other files."""
     parts = parts_of(path, *_EMPTY_REPORT)
     if parts is None:

@@ -28,7 +28,7 @@ from lightning_mp.contrastive._call.request import (
     ranks_of,
 )
 from lightning_mp.contrastive._exchange.failures import collective_error
-from lightning_mp.contrastive._sums.agreement import agreed_plan, refuse
+from lightning_mp.contrastive._sums.agreement import agreed_plan, refuse_on_all_ranks
 from lightning_mp.contrastive._sums.combined import combined_loss
 from lightning_mp.contrastive._sums.prefixes import prefixes_loss
 from lightning_mp.contrastive._sums.sigmoid import sigmoid_loss
@@ -67,7 +67,7 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
     if request.positives is not None:
         problem, request, pairing = paired(request, request.positives)
         if problem is not None:
-            refuse(problem, request.owner, request.image, group_named(request.group))
+            refuse_on_all_ranks(problem, request.owner, request.image, group_named(request.group))
     # Operators run below autograd, which `targeted_loss` and `combined_loss` need.
     with (
         torch.no_grad(),

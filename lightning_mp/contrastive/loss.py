@@ -21,8 +21,8 @@ from lightning_mp.contrastive._call.first_inputs import FirstInputs
 from lightning_mp.contrastive._call.request import RULES, PairArguments, Request
 from lightning_mp.contrastive._exchange.failures import CollectiveError
 from lightning_mp.contrastive._operator import loss_of
-from lightning_mp.contrastive._sums.agreement import device_problem, refuse
-from lightning_mp.contrastive._tiles.backends import triton_problem
+from lightning_mp.contrastive._sums.agreement import device_problem, refuse_on_all_ranks
+from lightning_mp.contrastive._tiles.backends import tiles_problem
 from lightning_mp.contrastive._tiles.literals import (
     Backend,
     Directions,
@@ -277,7 +277,7 @@ class ContrastiveLoss(nn.Module):
         problem = find_problem(request) or device_problem(request, self.process_group)
         # Dynamo cannot trace the launch of a kernel that the check needs; the operator repeats it.
         if problem is None and self.backend == "triton" and not torch.compiler.is_compiling():
-            problem = triton_problem(request.image.device, request.image.dtype)
+            problem = tiles_problem(request.image.device, request.image.dtype)
         return problem
 
     def _compute(
@@ -296,10 +296,10 @@ class ContrastiveLoss(nn.Module):
         # Inputs that differ from the last checked ones in values alone need no check.
         signature = None if is_compiling else request.signature
         if is_compiling or signature != self._first.signature:
-            # `refuse` tells the other ranks, which would wait for this one after a plain `raise`.
+            # The other ranks are told, which would wait for this rank after a plain `raise`.
             problem = self._problem(request)
             if problem is not None:
-                refuse(problem, request.owner, image, self.process_group)
+                refuse_on_all_ranks(problem, request.owner, image, self.process_group)
         request = request.checked()
         if is_compiling:
             return loss_of(request, self.process_group)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments, refuse_values
 from lightning_mp.contrastive._call.request import PairArguments, Request
-from lightning_mp.contrastive._sums.agreement import refuse
+from lightning_mp.contrastive._sums.agreement import refuse_on_all_ranks
 from lightning_mp.contrastive.loss import ContrastiveLoss
 from lightning_mp.contrastive.statistics import LossStatistics
 
@@ -126,7 +126,7 @@ class MatryoshkaLoss(nn.Module):
         )
         problem = self.loss._problem(request) or self._width_problem(image_features)
         if problem is not None:
-            refuse(problem, request.owner, image_features, self.loss.process_group)
+            refuse_on_all_ranks(problem, request.owner, image_features, self.loss.process_group)
         # Subclasses, such as the sigmoid loss, compute something else, so not `isinstance`.
         is_softmax = type(self.loss) is ContrastiveLoss
         found: LossStatistics | None = None

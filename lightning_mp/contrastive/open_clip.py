@@ -32,8 +32,8 @@ class ClipLoss(ContrastiveLoss):
     r"""open_clip's `ClipLoss`, with its signature and values, computed by `ContrastiveLoss`.
 
     Replace `from open_clip import ClipLoss` by `from lightning_mp import ClipLoss`; the rest of the
-    training script stays. open_clip holds b x B logits, `B = W b`, for each direction, this loss a
-    workspace of 32 MiB (544 MiB on CUDA). The value is the mean over both directions,
+    training script stays. open_clip holds b x B logits, `B = W b`, for each direction; this loss
+    holds a workspace of 32 MiB (544 MiB on CUDA). The value is the mean over both directions,
 
     .. math::
         L = \frac{1}{2} \left[ \mathrm{CE}(s \, I T^T, \mathrm{arange}(B))

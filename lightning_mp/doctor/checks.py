@@ -87,8 +87,8 @@ def epsilon(run: StartedRun) -> Iterator[Finding]:
             yield Finding(
                 "epsilon",
                 "wrong",
-                f"`{type(optimizer).__name__}` updates {_count(unsafe)} in half precision, such as "
-                f"`{name}`.",
+                f"`{type(optimizer).__name__}` updates {_count_parameters(unsafe)} in half "
+                f"precision, such as `{name}`.",
                 f"{report}.",
                 "optimizer: SafeAdamW",
             )
@@ -103,7 +103,8 @@ def optimizer_states(run: StartedRun) -> Iterator[Finding]:
             yield Finding(
                 "optimizer states",
                 "wrong",
-                f"`{type(optimizer).__name__}` keeps the states of {_count(half)} in {dtype}.",
+                f"`{type(optimizer).__name__}` keeps the states of {_count_parameters(half)} in "
+                f"{dtype}.",
                 "Moments and weights stop changing when an update is below half a unit in the last "
                 "place of the dtype.",
                 "plugins: BalancedAMP without `precision`, or optimizer: SafeAdamW, which keep "
@@ -135,7 +136,7 @@ def checkpoint_dtype(run: StartedRun) -> Iterator[Finding]:
             yield Finding(
                 "dtype of checkpoints",
                 "advice",
-                f"{_count(half)}, such as `{half[0]}`, are saved in half precision.",
+                f"{_count_parameters(half)}, such as `{half[0]}`, are saved in half precision.",
                 "A run that loads the checkpoint in fp32 starts from rounded weights.",
                 "plugins: BalancedAMP or PureFP16 without `precision`, whose checkpoints hold "
                 "fp32.",
@@ -213,19 +214,19 @@ def compiled_modules(run: StartedRun) -> Iterator[Finding]:
 
 
 def callbacks(run: StartedRun) -> Iterator[Finding]:
-    """A callback ends the run at a step that another callback would mend."""
+    """A callback ends the run at a step that another callback would handle."""
     guards = [c for c in run.callbacks if isinstance(c, SpikeGuard)]
-    mending = next((c for c in guards if c.action in ("skip", "rewind")), None)
-    if mending is None:
+    handling = next((c for c in guards if c.action in ("skip", "rewind")), None)
+    if handling is None:
         return
-    shown = f"`SpikeGuard(action={mending.action!r})`"
+    shown = f"`SpikeGuard(action={handling.action!r})`"
     for callback in run.callbacks:
         if isinstance(callback, NonFiniteLocator) and callback.action in ("stop", "raise"):
             yield Finding(
                 "callbacks",
                 "wrong",
                 f"`NonFiniteLocator(action={callback.action!r})` is used with {shown}.",
-                "The locator ends the run at the step that the guard would mend.",
+                "The locator ends the run at the step that the guard would handle.",
                 'NonFiniteLocator(action="warn")',
             )
         if isinstance(callback, EarlyStopping) and callback.check_finite:
@@ -260,7 +261,7 @@ def tensor_cores(run: StartedRun) -> Iterator[Finding]:
         yield Finding(
             "sizes for tensor cores",
             "advice",
-            f"Linear layers have sizes that 8 does not divide ({len(odd)}): {_listed(odd)}.",
+            f"Linear layers have sizes that 8 does not divide ({len(odd)}): {_first_names(odd)}.",
             "Half-precision matrix products of such sizes run on padded copies or without tensor "
             "cores.",
             "Round widths, class counts and vocabularies up to multiples of 8.",
@@ -294,10 +295,10 @@ def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _count(items: list[Any]) -> str:
+def _count_parameters(items: list[Any]) -> str:
     return "1 parameter" if len(items) == 1 else f"{len(items)} parameters"
 
 
-def _listed(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

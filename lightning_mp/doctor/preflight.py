@@ -4,7 +4,7 @@ __all__ = ["preflight"]
 
 
 def preflight(config: str | None = None, steps: int = 4, dirpath: str | None = None) -> None:
-    """Name the modules that half precision hurts, and print settings that mend them.
+    """Name the modules that half precision hurts, and print settings that fix them.
 
     `PrecisionPreflight` compares the first batches of the run in half precision and in fp32, module
     by module, on one device of this machine. The exit code is 1 if half precision adds errors that

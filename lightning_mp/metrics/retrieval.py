@@ -185,7 +185,7 @@ class ContrastiveRecall(Metric):
         return {
             f"{direction}_{name}": value
             for direction, found, n_candidates in zip(_DIRECTIONS, ranks, candidates, strict=True)
-            for name, value in _summary(found, n_candidates, self.top_k).items()
+            for name, value in _recalls_and_ranks(found, n_candidates, self.top_k).items()
         }
 
     def _warn_about_unmatched(self, n_images: int, n_texts: int) -> None:
@@ -310,7 +310,9 @@ def _value_names(top_k: Sequence[int]) -> list[str]:
     return [*(f"recall@{k}" for k in top_k), "median_rank", "mean_rank"]
 
 
-def _summary(ranks: Tensor, n_candidates: int, top_k: tuple[int, ...]) -> dict[str, Tensor]:
+def _recalls_and_ranks(
+    ranks: Tensor, n_candidates: int, top_k: tuple[int, ...]
+) -> dict[str, Tensor]:
     n_queries = len(ranks)
     # k may exceed the number of candidates; the rank n_candidates + 1 is never a hit.
     values = {f"recall@{k}": (ranks <= min(k, n_candidates)).sum().float() for k in top_k}

@@ -24,7 +24,7 @@ __all__ = ["ZeroShotAccuracy"]
 
 @explains_arguments(
     checks={
-        "num_classes": Check("[1, inf)", fix="Pass how many classes there are."),
+        "num_classes": Check("[1, inf)", fix="Pass the number of classes."),
         "top_k": TOP_K,
         "workspace_bytes": "[1, inf)",
     }

@@ -79,7 +79,7 @@ def row_stats(values: Sequence[Tensor], subnormal: Tensor, *, may_sync: bool) ->
         bottom = top + slices[-1].row + slices[-1].rows
         batch.reduce(batch.load(values, slices), partials_KR[:, top:bottom])
         top = bottom
-    return _merge(partials_KR.to(state_dtype(device)), layout)
+    return _merge_rows(partials_KR.to(state_dtype(device)), layout)
 
 
 @lru_cache(maxsize=64)
@@ -174,7 +174,7 @@ class _Batch:
         torch.linalg.vector_norm(values, 2, 1, out=columns[StatField.SUM_OF_SQUARES])
 
 
-def _merge(partials_KR: Tensor, layout: _BatchLayout) -> Tensor:
+def _merge_rows(partials_KR: Tensor, layout: _BatchLayout) -> Tensor:
     """Merge the rows of each tensor in a fixed order."""
     # Squared in float64, where squares do not overflow.
     norms_R = partials_KR[StatField.SUM_OF_SQUARES]

@@ -75,7 +75,7 @@ def plan(
         asked = subject.rank_batch and subject.rank_batch * ranks
         if batch is not None:
             asked = pairs_of(batch)
-        rate = _rate(subject, pairs_per_second, tflops, network)
+        rate = _rank_rate(subject, pairs_per_second, tflops, network)
         per_epoch = None if pairs is None else pairs_of(pairs)
     except (ValueError, OSError) as error:  # the arguments are wrong: a traceback would not help
         raise SystemExit(f"lightning-mp plan: {error}") from None
@@ -121,7 +121,7 @@ def _subject(config: str | None, model: str | None, precision: str | None) -> Su
     return subject_of_model(str(model), precision or "BalancedAMP")
 
 
-def _rate(
+def _rank_rate(
     subject: Subject, pairs_per_second: float | None, tflops: float | None, network: float
 ) -> Rate | None:
     """Return the rate of a rank; `None` if neither argument is given."""

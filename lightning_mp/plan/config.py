@@ -52,8 +52,8 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
     batch = _batch(settings)
     loader_batches = strategy.get("loader_batches_per_step", 1)
     micro_batch = strategy.get("micro_batch_size", 256)
-    one = tensors_in(_rows(batch, 1, fake=False))
-    model, towers, found = _measured(settings, strategy, batch, PRECISIONS[chosen])
+    one = tensors_in(_resized(batch, 1, fake=False))
+    model, towers, found = _measured_model(settings, strategy, batch, PRECISIONS[chosen])
     devices = trainer.get("devices")
     if isinstance(devices, list):
         devices = len(devices)
@@ -76,7 +76,7 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
     )
 
 
-def _measured(
+def _measured_model(
     settings: dict[str, Any], strategy: dict[str, Any], batch: Any, precision: StaticBytes
 ) -> tuple[LightningModule, dict[str, TowerBytes], str]:
     """Measure on tensors without memory, or on a few pairs if the model cannot run on them."""
@@ -91,7 +91,7 @@ def _measured(
         towers = [find_tower(model, name) for name in strategy.get("towers", ["visual", "text"])]
 
         def step(size: int) -> None:
-            model.training_step(_rows(batch, size, fake), 0)
+            model.training_step(_resized(batch, size, fake), 0)
 
         return model, measure_towers(model, towers, step, precision)
 
@@ -110,7 +110,7 @@ def _model(settings: dict[str, Any]) -> LightningModule:
     return model
 
 
-def _rows(batch: Any, size: int, fake: bool) -> Any:
+def _resized(batch: Any, size: int, fake: bool) -> Any:
     """Return a batch of another size; the values of a fake one do not matter."""
     pairs = _pairs(batch)
 

@@ -34,7 +34,7 @@ def _size(bytes_: float) -> str:
     return f"{bytes_ / 2**10:,.1f} KiB"
 
 
-def _count(pairs: float) -> str:
+def _pairs_in_words(pairs: float) -> str:
     """Return a number of pairs as the papers write it: k is 1,024, M is 1,024 k."""
     for unit, letter in ((2**20, "M"), (2**10, "k")):
         # Not below ten units: without decimals 1.5k would read 2k.
@@ -80,7 +80,7 @@ def plan_lines(
     )
     if rate is not None:
         yield ""
-        yield from aligned([*_times(subject, machine, batch, rate, pairs)])
+        yield from aligned([*_time_rows(subject, machine, batch, rate, pairs)])
         work = subject.flops_per_pair(cached=True) / 1e9
         yield (
             f"Rate: {rate.pairs_per_second:,.0f} pairs/s a rank, {work:,.0f} GFLOP a pair; "
@@ -110,10 +110,10 @@ def _memories(subject: Subject, machine: Machine, batch: int) -> Iterator[tuple[
         by_device, by_host = largest(method, subject, machine)
         parts = (_size(getattr(need, name)) for name in _BYTES)
         fits = "yes" if need.peak <= machine.gpu_bytes else "no"
-        yield method.name, *parts, fits, _count(by_device), _count(by_host)
+        yield method.name, *parts, fits, _pairs_in_words(by_device), _pairs_in_words(by_host)
 
 
-def _times(
+def _time_rows(
     subject: Subject, machine: Machine, batch: int, rate: Rate, pairs: int | None
 ) -> Iterator[tuple[str, ...]]:
     yield "seconds of a step", *_SECONDS, "epoch"

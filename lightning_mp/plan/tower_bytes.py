@@ -71,7 +71,7 @@ class _Counts:
         return sum(storage.nbytes() for storage in self.saved.values())
 
 
-class _Counter:
+class _SavedStorages:
     """Attributes the storages that autograd saves to the running tower, each storage once."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -133,7 +133,7 @@ def measure_towers(
     # The difference excludes bytes that do not depend on the size, such as half weights.
     counters = []
     for size in _SIZES:
-        counter = _Counter(model)
+        counter = _SavedStorages(model)
         with ExitStack() as stack:
             stack.enter_context(computing_in(precision))
             for tower in towers:

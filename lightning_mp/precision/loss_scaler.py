@@ -109,11 +109,13 @@ class LossScaler:
         Takes one multi-tensor pass per device and dtype, without a host sync.
 
         Args:
-            gradients: fp32 or float64, complex ones of these included, dense or sparse, at the
-                current scale. A DTensor stands for its local shard: reduce what returns with
+            gradients: Dense or sparse tensors in fp32 or float64, or complex tensors of these. Of
+                a DTensor only the local shard is read: reduce the result over the ranks with
                 `all_reduce_found_inf`.
-            device: Where the result goes; by default to that of the first gradient, else the CPU.
-            scale: Theirs, where it is another: 1 of gradients that are unscaled.
+            device: Device of the result. The default is the device of the first gradient, or the
+                CPU without gradients.
+            scale: Loss scale of the gradients, such as 1 for unscaled gradients. The default is
+                the current scale.
 
         Returns:
             found_inf: fp32 of shape []; 1 if a gradient is NaN or inf after division, else 0.

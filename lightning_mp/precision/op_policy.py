@@ -50,11 +50,11 @@ def check_ops(owner: object, fp32_ops: Sequence[str], half_ops: Sequence[str]) -
 @explains_arguments(checks={"fp32_ops half_ops": OPS})
 @dataclass(frozen=True, kw_only=True)
 class OpPolicy:
-    """The rule which ops run in half precision and which in fp32, the same on every device.
+    """Decides which ops run in half precision and which in fp32, equally on every device.
 
     The lists are those of CUDA's autocast. On the CPU, autocast leaves softmax, sums and norms in
-    fp16, where the sum of 100,000 ones is inf. `context` casts what autocast does not, in a
-    `torch.overrides.TorchFunctionMode`.
+    fp16, where the sum of 100,000 ones is inf. `context` casts the inputs that autocast does
+    not cast, in a `torch.overrides.TorchFunctionMode`.
 
     Classes of ops (arXiv:1710.03740): *half* (matrix products, convolutions, attention, recurrent
     cells), *fp32* (losses, exp, log, pow, reductions, distances), *norm* (computed in fp32, see
@@ -110,11 +110,11 @@ class OpPolicy:
         for op_class, headline in headlines.items():
             lines.append(headline)
             if moved.get(op_class):
-                lines += _row("moved", f"`{op_class}_ops`", moved[op_class])
+                lines += _op_lines("moved", f"`{op_class}_ops`", moved[op_class])
             for group in GROUPS:
                 ops = [op for op in group.ops if op not in (*self.fp32_ops, *self.half_ops)]
                 if group.op_class == op_class and ops:
-                    lines += _row(group.title, f"default, {group.why}", ops)
+                    lines += _op_lines(group.title, f"default, {group.why}", ops)
         lines.append("GIVEN: every other op runs in the dtype of its inputs")
         return "\n".join(lines)
 
@@ -377,7 +377,7 @@ def _inplace_at(func: Callable[..., Any]) -> int:
     return names.index("inplace") if "inplace" in names else -1
 
 
-def _row(title: str, why: str, ops: Sequence[str]) -> list[str]:
+def _op_lines(title: str, why: str, ops: Sequence[str]) -> list[str]:
     indent = " " * 6
     text = textwrap.wrap(", ".join(ops), 96, initial_indent=indent, subsequent_indent=indent)
     return [f"  {title} ({why})", *text]

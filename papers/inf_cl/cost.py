@@ -115,13 +115,13 @@ def figure4(out: Output) -> None:
             step = partial(model.step, *torch.randn(2, batch, INPUTS))
             whole, loss = counted(step), counted(_loss_alone(kind.make(), batch))
             _, *seconds = timeit.repeat(step, number=1, repeat=repeats + 1)  # one warm-up
-            rows.append(_row(name, batch, whole, loss, statistics.median(seconds)))
-    rows += _of_the_paper()
+            rows.append(_cost_row(name, batch, whole, loss, statistics.median(seconds)))
+    rows += _paper_cost_rows()
     out.table("figure4", rows, f"Figure 4: cost of a step, D = {WIDTH}; FLOPs are counted")
     _draw(out, rows)
 
 
-def _row(name: str, batch: int, whole: int, loss: int, seconds: float) -> Row:
+def _cost_row(name: str, batch: int, whole: int, loss: int, seconds: float) -> Row:
     return {
         "kind": MEASURED,
         "method": name,
@@ -138,7 +138,7 @@ def _row(name: str, batch: int, whole: int, loss: int, seconds: float) -> Row:
     }
 
 
-def _of_the_paper() -> Iterator[Row]:
+def _paper_cost_rows() -> Iterator[Row]:
     figure = paper.figures()["fig4_ViT-L/14_8xA800"]
     for method, cells in figure["iter_s"].items():
         for size, seconds in cells.items():

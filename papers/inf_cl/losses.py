@@ -56,7 +56,7 @@ def _gathered(features_bD: Tensor) -> Tensor:
     return features_bD
 
 
-def _as_many_on_all_ranks(image_bD: Tensor, text_bD: Tensor) -> tuple[Tensor, Tensor]:
+def _equal_batches(image_bD: Tensor, text_bD: Tensor) -> tuple[Tensor, Tensor]:
     """Drop a rank's extra pair, because these losses need the same batch size on all ranks."""
     rows = torch.tensor(len(image_bD))
     if _on_ranks():
@@ -69,7 +69,7 @@ class DenseLoss(nn.Module):
 
     def forward(self, image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
         """Return the loss of the global batch."""
-        image_bD, text_bD = _as_many_on_all_ranks(image_bD, text_bD)
+        image_bD, text_bD = _equal_batches(image_bD, text_bD)
         return self.of(_gathered(image_bD), _gathered(text_bD), scale)
 
     @staticmethod
@@ -86,7 +86,7 @@ class LocalLoss(nn.Module):
 
     def forward(self, image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
         """Return the mean over this rank's pairs; the mean over ranks is the loss."""
-        image_bD, text_bD = _as_many_on_all_ranks(image_bD, text_bD)
+        image_bD, text_bD = _equal_batches(image_bD, text_bD)
         rank = dist.get_rank() if _on_ranks() else 0
         # Features are gathered in the order of ranks.
         target_b = torch.arange(len(image_bD)) + rank * len(image_bD)

@@ -30,7 +30,7 @@ RANKS = 4
 COLOR = {DENSE: "#d55e00", LOCAL: "#e69f00", INF_CL: "#56b4e9", OURS: "#00429d"}
 
 
-def _peak(method: str, rows: int, width: int) -> int:
+def _loss_peak(method: str, rows: int, width: int) -> int:
     """Return the peak memory of loss and backward on this rank."""
     random = torch.Generator().manual_seed(dist.get_rank())
     image_bD, text_bD = (
@@ -47,14 +47,14 @@ def _peak(method: str, rows: int, width: int) -> int:
 
 
 def _peaks(rank: int, cases: list[tuple[str, int]], width: int) -> list[int]:
-    return [_peak(method, batch // RANKS, width) for method, batch in cases]
+    return [_loss_peak(method, batch // RANKS, width) for method, batch in cases]
 
 
-def _largest(rank: int, budget: int, width: int) -> dict[str, int]:
+def _largest_batches(rank: int, budget: int, width: int) -> dict[str, int]:
     """Search for the largest batch of each method, with the same steps on all ranks."""
 
     def peak(method: str, batch: int) -> float:
-        most = torch.tensor(_peak(method, batch // RANKS, width))
+        most = torch.tensor(_loss_peak(method, batch // RANKS, width))
         # All ranks search by the same number; otherwise their collectives would not match.
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most)
@@ -66,7 +66,7 @@ def _largest(rank: int, budget: int, width: int) -> dict[str, int]:
 
 
 @functools.cache  # the table and the figure use it
-def _measured(out: Output) -> list[Row]:
+def _measured_rows(out: Output) -> list[Row]:
     """Measure the loss at small sizes."""
     width = 64 if out.fast else 256
     # CLIP's loss of 8,192 pairs is 1.1 GiB on each of four ranks.
@@ -79,12 +79,12 @@ def _measured(out: Output) -> list[Row]:
     peaks = zip(*on_ranks(_peaks, RANKS, cases, width), strict=True)
     return [
         # The rank with the highest peak decides whether the batch fits.
-        _row(MEASURED, method, RANKS, batch, width, max(peak))
+        _memory_row(MEASURED, method, RANKS, batch, width, max(peak))
         for (method, batch), peak in zip(cases, peaks, strict=True)
     ]
 
 
-def _row(kind: str, method: str, ranks: int, batch: int, width: int, bytes_: float) -> Row:
+def _memory_row(kind: str, method: str, ranks: int, batch: int, width: int, bytes_: float) -> Row:
     # Rows of 4 ranks are measured here, with the smallest workspace; the paper's rows are of GPUs.
     workspace = MANY_TILES if ranks == RANKS else workspace_on("cuda")
     predicted = formulas.loss_bytes(method, batch, ranks, width, workspace)
@@ -100,20 +100,20 @@ def _row(kind: str, method: str, ranks: int, batch: int, width: int, bytes_: flo
     }
 
 
-def _of_the_paper() -> Iterator[Row]:
+def _paper_memory_rows() -> Iterator[Row]:
     for _, ranks, method, size, loss, _ in paper.table1_cells():
         if not method.endswith("offload"):  # with it, the loss is the same
             name, batch = paper.NAMES.get(method, method), paper.pairs(size)
-            yield _row(PRINTED, name, ranks, batch, L14_WIDTH, loss * GIB)
+            yield _memory_row(PRINTED, name, ranks, batch, L14_WIDTH, loss * GIB)
 
 
 def table1(out: Output) -> None:
     """Compare the memory of the loss by method: measured, printed in the paper, and computed."""
-    rows = [*_measured(out), *_of_the_paper()]
+    rows = [*_measured_rows(out), *_paper_memory_rows()]
     for ranks in (8, 32):
         for size in (32, 64, 128, 256, 1024):
             bytes_ = paper.loss_gib(OURS, size * K, ranks, L14_WIDTH) * GIB
-            rows.append(_row(COMPUTED, OURS, ranks, size * K, L14_WIDTH, bytes_))
+            rows.append(_memory_row(COMPUTED, OURS, ranks, size * K, L14_WIDTH, bytes_))
     out.table("table1", rows, "Table 1: memory of the loss and its backward on a rank")
 
 
@@ -126,7 +126,7 @@ def table2(out: Output) -> None:
 def _largest_rows(out: Output) -> list[Row]:
     width, budget = 64, MIB * 3 // 2 if out.fast else 3 * MIB
     rows = []
-    for method, batch in on_ranks(_largest, RANKS, budget, width)[0].items():
+    for method, batch in on_ranks(_largest_batches, RANKS, budget, width)[0].items():
         predicted = formulas.largest_batch(
             lambda size, m=method: formulas.loss_bytes(m, size, RANKS, width, MANY_TILES),  # type: ignore[misc]
             budget,
@@ -146,7 +146,7 @@ def _with_80_gb() -> Iterator[Row]:
                 place = model, ranks, paper.NAMES.get(method, method)
                 if method in methods:
                     yield _largest_row(PRINTED, *place, methods[method][0] * K, budget)
-                computed = paper.largest_batch(method, ranks, model)
+                computed = paper.largest_batch_of(method, ranks, model)
                 yield _largest_row(COMPUTED, *place, computed, budget)
 
 
@@ -163,8 +163,8 @@ def _largest_row(kind: str, model: str, ranks: int, method: str, batch: int, bud
 
 def figure1(out: Output) -> None:
     """Draw memory by batch, and the largest batches: measured solid, computed dashed."""
-    measured, largest = _measured(out), _largest_rows(out)
-    printed = [row for row in _of_the_paper() if row["ranks"] == 8]
+    measured, largest = _measured_rows(out), _largest_rows(out)
+    printed = [row for row in _paper_memory_rows() if row["ranks"] == 8]
     title = "Figure 1: memory of the loss (solid: measured; dashed: computed; crosses: printed)"
     with out.picture("figure1", 3, title) as (here, there, bars):
         width = measured[0]["width"]

@@ -26,7 +26,7 @@ __all__ = [
     "all_cells",
     "figures",
     "figures_and_formulas",
-    "largest_batch",
+    "largest_batch_of",
     "loss_gib",
     "pairs",
     "paper_lines",
@@ -135,7 +135,7 @@ def peak_gib(
     return data + features + static + max(loss, backbone - static)
 
 
-def largest_batch(method: str, ranks: int, subject: str) -> int:
+def largest_batch_of(method: str, ranks: int, subject: str) -> int:
     """Return the largest batch of a method; `subject` may end with "+offload", as in Table 2."""
     model, _, offload = subject.partition("+")
     return formulas.largest_batch(
@@ -197,7 +197,7 @@ def _largest_cell(model: str, ranks: int, method: str, size: int, label: str) ->
     if "+" in model and method == "Inf-CL":
         host = size * K / ranks * PAIR_BYTES / GIB
         note = f"limited by the host: {host:.0f} GiB of fp32 images a rank in the paper's row"
-    predicted = largest_batch(method, ranks, model) / K
+    predicted = largest_batch_of(method, ranks, model) / K
     return Cell("Table 2, largest batch, k", label, size, predicted, note)
 
 
@@ -267,7 +267,9 @@ def paper_lines() -> Iterator[str]:
     for table in dict.fromkeys(cell.table for cell in cells):
         of_table = [cell for cell in cells if cell.table == table]
         yield f"{table} (computed)"
-        yield from aligned([("", "paper", "predicted", "error", ""), *map(_row, of_table)], left=2)
+        yield from aligned(
+            [("", "paper", "predicted", "error", ""), *map(_cell_row, of_table)], left=2
+        )
         yield ""
     yield from aligned([("errors", "cells", "median", "mean", "worst"), *_summaries(cells)], left=1)
     yield ""
@@ -279,7 +281,7 @@ def paper_lines() -> Iterator[str]:
     yield from (f"  {slip}" for slip in SLIPS)
 
 
-def _row(cell: Cell) -> tuple[str, ...]:
+def _cell_row(cell: Cell) -> tuple[str, ...]:
     predicted = "-" if cell.predicted is None else f"{cell.predicted:,.2f}"
     error = "-" if cell.error is None else f"{cell.error:+.1%}"
     return f"  {cell.label}", f"{cell.paper:,.2f}", predicted, error, f"  {cell.note}"

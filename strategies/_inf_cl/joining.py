@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_mp._argument_values import shown
 from lightning_mp.gradient_cache._served.arguments import (
     Tree,
-    describe,
+    describe_value,
     is_array,
     open_tree,
     rows_of,
@@ -197,7 +197,7 @@ class JoinedBatch:
         }
         raise ValueError(
             f"Gathered `{field.path}`, which differs between loader batches: "
-            f"{_describe_value(field.first)} and {_describe_value(field.different)}. Only fields "
+            f"{_shown_value(field.first)} and {_shown_value(field.different)}. Only fields "
             "with rows can be concatenated. Return one value per row, or declare the fields with "
             f"rows, as for several texts per image: `roles={roles}`."
         )
@@ -228,7 +228,7 @@ class _Field:
             self._copy(value)
         elif self.role.padding is not None:
             raise ValueError(
-                f"Gathered `{self.path}`, declared as '{self.role}', {describe(value)}. Only "
+                f"Gathered `{self.path}`, declared as '{self.role}', {describe_value(value)}. Only "
                 "tensors can be padded. Make `collate_fn` return a tensor."
             )
         else:
@@ -355,9 +355,9 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(torch.as_tensor(one == other).all())
 
 
-def _describe_value(value: Any) -> str:
+def _shown_value(value: Any) -> str:
     # Messages quote only numbers and flags of a data set, no other values.
     shape = getattr(value, "shape", ())
     if len(shape):
         return f"{value.dtype} of shape {list(shape)}"
-    return shown(value) if isinstance(value, (bool, int, float)) else describe(value)
+    return shown(value) if isinstance(value, (bool, int, float)) else describe_value(value)

@@ -18,7 +18,7 @@ from benchmarks._contenders import (
     find_contenders,
     sigmoid_formula,
 )
-from benchmarks.contrastive_loss import check, main, too_slow, verdict_of, weigh
+from benchmarks.contrastive_loss import check, extra_bytes, main, too_slow, verdict_of
 from tests.benchmarks.rehearsing import QUICK, read
 from tests.reference.contrastive import dense_sigmoid_loss, relative_error
 
@@ -70,7 +70,7 @@ def test_rows_name_chip_and_versions_but_no_place(rehearsal):
 def test_dense_holds_four_matrices_of_logits():
     """Two matrices of logits and two of log-softmax: gradients take the place of the logits."""
     case = replace(CASE, batch=512, width=8)
-    matrices = (weigh(DENSE, case) or 0) / (4 * case.batch**2)
+    matrices = (extra_bytes(DENSE, case) or 0) / (4 * case.batch**2)
     assert 4 <= matrices < 4.1
 
 

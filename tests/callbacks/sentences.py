@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_mp.callbacks._locate.finding import Finding
+from lightning_mp.callbacks._locate.finding import NonFiniteSource
 from lightning_mp.callbacks._locate.trace import Seen, TracedCall
 from lightning_mp.callbacks._rules.records import Verdict
 from lightning_mp.callbacks._words import non_finite as locator
@@ -134,9 +134,9 @@ def causes() -> Iterator[str]:
         ("backward", {"dtype": "float16", "is_root": True}),
         ("backward", {"dtype": "float32"}),
     ):
-        finding = Finding(source=source, name="head", text="", **more)  # type: ignore[arg-type]
+        finding = NonFiniteSource(source=source, name="head", text="", **more)  # type: ignore[arg-type]
         yield f"[{source}, {more}]\n{locator.remedy_for(finding, 'BalancedAMP')}\n"
-    held = Finding(source="parameter", name="head", text="", dtype="float16")
+    held = NonFiniteSource(source="parameter", name="head", text="", dtype="float16")
     for options in ({"eps": 1e-8}, {"checks_gradients": False}):
         remedy = locator.remedy_for(held, "BalancedAMP", **options)  # type: ignore[arg-type]
         yield f"[parameter, {options}]\n{remedy}\n"

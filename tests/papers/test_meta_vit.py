@@ -18,7 +18,7 @@ def test_every_rung_keeps_what_the_one_before_added() -> None:
 
 
 def test_flops_are_those_of_the_products_by_hand() -> None:
-    scene = Scene.here(fast=True)
+    scene = Scene.for_this_machine(fast=True)
     d, depth = scene.size.width, scene.size.depth
     for rung in (LADDER[0], LADDER[-1]):
         edge = scene.edge(rung)

@@ -66,7 +66,7 @@ class FirstInputs:
             return
         # `MatryoshkaLoss` normalises features itself, so their norms do not matter.
         shape = (*request.image.shape, request.normalize)
-        numbers = _summary(request.image, request.text, request.scale)
+        numbers = _input_norms(request.image, request.text, request.scale)
         if numbers.is_cuda:
             self._readback.submit(self._shared_calls, numbers, shape=shape)
         else:  # the numbers are on the host: warn in this call
@@ -124,7 +124,7 @@ class FirstInputs:
 
 
 @torch.no_grad()
-def _summary(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
+def _input_norms(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
     """Return mean deviations of row and column norms from 1, RMS row norms, and the scale."""
     features = image_bD.detach(), text_bD.detach()
     dtype = ACCUMULATION_DTYPES[image_bD.dtype]

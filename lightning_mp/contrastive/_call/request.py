@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 
-from lightning_mp.contrastive._tiles.backends import triton_problem, triton_tiles
+from lightning_mp.contrastive._tiles.backends import tiles_problem, triton_tiles
 from lightning_mp.contrastive._tiles.literals import (
     Backend,
     Directions,
@@ -310,7 +310,7 @@ def tiles_for(
     # Triton's interpreter is for tests; without their patches it is wrong in bf16.
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return TorchTiles(workspace_bytes)
-    problem = triton_problem(device, dtype)
+    problem = tiles_problem(device, dtype)
     if problem is None:
         return triton_tiles(workspace_bytes, tile_dtype, autotune)
     if backend == "auto":

@@ -33,7 +33,13 @@ from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["agreed_plan", "device_problem", "exchange_for", "refuse", "share_workspace"]
+__all__ = [
+    "agreed_plan",
+    "device_problem",
+    "exchange_for",
+    "refuse_on_all_ranks",
+    "share_workspace",
+]
 
 _EXCHANGES: tuple[str, ...] = get_args(ExchangeName)
 # Slices may take up to five eighths of the workspace, tiles have the rest. In steps of an eighth,
@@ -98,7 +104,7 @@ def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
     if ranks_of(group, request.owner) == 1:
         tiles = request.tiles(request.workspace_bytes)
         return plan_of(request, OneRank(len(request.text)), tiles, needs_grad, pairing=pairing)
-    by_rank = _gather(_facts(request, needs_grad), request.image.device, group)
+    by_rank = _gather(_own_facts(request, needs_grad), request.image.device, group)
     _refuse_what_differs(by_rank, request.owner)
     # The smallest workspace of all ranks, because all must cut the same slices.
     shared = request.exchange, request.tiles, min(facts.budget for facts in by_rank), group
@@ -175,7 +181,7 @@ def device_problem(request: Request, group: dist.ProcessGroup | None) -> str | N
 
 
 @torch.compiler.disable
-def refuse(
+def refuse_on_all_ranks(
     problem: str, owner: str, image_features: object, group: dist.ProcessGroup | None
 ) -> NoReturn:
     """Raise an error on all ranks of a group, on this rank with `problem` as its message.
@@ -199,7 +205,7 @@ def _is_of_gpus(group: dist.ProcessGroup | None) -> bool:
     return "nccl" in backends and "cpu:" not in backends
 
 
-def _facts(request: Request, needs_grad: NeedsGrad) -> Facts:
+def _own_facts(request: Request, needs_grad: NeedsGrad) -> Facts:
     is_read = request.read_call > 0 and request.scale.device.type != "cpu"
     scale = _bits(request.read_scale if is_read else request.scale)
     return Facts(

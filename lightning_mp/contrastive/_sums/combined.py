@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_mp.contrastive._sums.products import dots
 from lightning_mp.contrastive._sums.softmax import Gradients, Negatives
 from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
-from lightning_mp.contrastive._sums.targeted import shifted
+from lightning_mp.contrastive._sums.targeted import weighted_lse
 from lightning_mp.contrastive._tiles.tile_backend import RowsColumns, StoredTiles, row_dots
 
 __all__ = ["combined_loss"]
@@ -83,7 +83,7 @@ def combined_loss(plan: Plan) -> SweepResult:
     for matrix, pair in zip(matrices, lses, strict=True):
         d_row = next(remaining) if matrix.has_rows else None
         d_column = next(remaining) if matrix.has_columns else None
-        of_rows, of_columns = _gradients(matrix, *pair, d_row, d_column)
+        of_rows, of_columns = _matrix_gradients(matrix, *pair, d_row, d_column)
         if of_rows is not None:
             d_scale = d_scale + row_dots(matrix.plan.request.image, of_rows, state).sum()
             target = d_image_bD if matrix.rows_are_images else d_text_nD[:b]
@@ -145,7 +145,7 @@ def _terms(
     return torch.logaddexp(margin_Pb, margin_Pb.new_zeros(())).mean(0)
 
 
-def _gradients(
+def _matrix_gradients(
     matrix: _LogitMatrix,
     row_neg: Tensor,
     column_neg: Tensor,
@@ -156,10 +156,10 @@ def _gradients(
     row_lse_b = torch.full_like(row_neg, torch.inf)
     column_lse_n = torch.full_like(column_neg, torch.inf)
     if d_row is not None:
-        row_lse_b = shifted(row_neg, d_row)
+        row_lse_b = weighted_lse(row_neg, d_row)
     if d_column is not None:
         # Texts without an image have no term.
-        column_lse_n[: len(d_column)] = shifted(column_neg[: len(d_column)], d_column)
+        column_lse_n[: len(d_column)] = weighted_lse(column_neg[: len(d_column)], d_column)
     visitor = Gradients(matrix.plan, row_lse_b, _nothing_stored(matrix.plan))
     ((of_rows, of_columns),) = sweep(matrix.plan, [visitor], column_lse_n)
     return of_rows, of_columns

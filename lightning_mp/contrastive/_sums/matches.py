@@ -43,7 +43,7 @@ class Own(NamedTuple):
 
     def to_columns(self, x_bD: Tensor) -> Tensor:
         """Return `M.T @ x`, see `Match`."""
-        return _padded(x_bD, self.n)
+        return _pad_rows(x_bD, self.n)
 
 
 class Groups(NamedTuple):
@@ -66,7 +66,7 @@ class Groups(NamedTuple):
     def to_columns(self, x_bD: Tensor) -> Tensor:
         """Return `M.T @ x`, see `Match`."""
         # Shards have one row per text; zeros do not change the sums.
-        return self._sums(self.ids_n, _padded(x_bD, len(self.ids_n)))
+        return self._sums(self.ids_n, _pad_rows(x_bD, len(self.ids_n)))
 
     def _sums(self, ids: Tensor, x_nD: Tensor) -> Tensor:
         """Return for each of `ids` the sum of the rows with an equal id."""
@@ -150,7 +150,7 @@ def add_rows(total: Tensor, places: Tensor, x_mD: Tensor) -> None:
         total.index_put_((places,), x_mD, accumulate=True)
 
 
-def _padded(x_bD: Tensor, n: int) -> Tensor:
+def _pad_rows(x_bD: Tensor, n: int) -> Tensor:
     """Return n rows, padded with zeros."""
     rest = x_bD.new_zeros(n - len(x_bD), *x_bD.shape[1:])
     return torch.cat([x_bD, rest]) if len(rest) else x_bD

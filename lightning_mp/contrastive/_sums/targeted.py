@@ -29,7 +29,7 @@ from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
 from lightning_mp.contrastive._sums.targets import cross_entropies_of
 from lightning_mp.contrastive._tiles.tile_backend import StoredTiles, row_dots
 
-__all__ = ["shifted", "targeted_loss"]
+__all__ = ["targeted_loss", "weighted_lse"]
 
 
 def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
@@ -58,7 +58,10 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
     d_image_bD, d_text_nD, d_scale, d_row_b, d_column_n, *d_negatives = gradients
     from_sweeps: tuple[Tensor | None, Tensor | None] = (None, None)
     if plan.trains:
-        row_lse_b, column_lse_n = shifted(row_neg_b, d_row_b), shifted(lses[1], d_column_n)
+        row_lse_b, column_lse_n = (
+            weighted_lse(row_neg_b, d_row_b),
+            weighted_lse(lses[1], d_column_n),
+        )
         (from_sweeps,) = sweep(
             plan, [Gradients(plan, row_lse_b, StoredTiles(memory))], column_lse_n
         )
@@ -102,7 +105,7 @@ def _differentiated(
     ]
 
 
-def shifted(lse: Tensor, cotangent: Tensor | None) -> Tensor:
+def weighted_lse(lse: Tensor, cotangent: Tensor | None) -> Tensor:
     """Return `lse - log(cotangent)`, infinite where the cotangent is 0."""
     if cotangent is None:
         return lse

@@ -9,10 +9,10 @@ from lightning_mp.contrastive._tiles.literals import TileDtype
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.numerics import triton_support
 
-__all__ = ["triton_problem", "triton_tiles"]
+__all__ = ["tiles_problem", "triton_tiles"]
 
 
-def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+def tiles_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why Triton tiles cannot process features of a dtype on a device; `None` if they can.
 
     They need an NVIDIA GPU of compute capability 8.0 or higher (A100, RTX 30), whose tensor cores

@@ -17,7 +17,15 @@ from torch.utils import _pytree as pytree
 from lightning_mp._nested import open_container
 from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, DeclaredRoles, Role
 
-__all__ = ["Arguments", "EarlierCalls", "Tree", "describe", "is_array", "open_tree", "rows_of"]
+__all__ = [
+    "Arguments",
+    "EarlierCalls",
+    "Tree",
+    "describe_value",
+    "is_array",
+    "open_tree",
+    "rows_of",
+]
 
 
 @dataclasses.dataclass(slots=True)
@@ -131,7 +139,7 @@ class Arguments:
         words: dict[str, list[str]] = {}
         for leaf, role in zip(self._leaves, self.roles, strict=True):
             taken = "whole" if role == WHOLE else f"as {role} of the batch"
-            words.setdefault(taken, []).append(f"`{leaf.path}` {describe(leaf.value)}")
+            words.setdefault(taken, []).append(f"`{leaf.path}` {describe_value(leaf.value)}")
         parts = [f"taken {taken}: {', '.join(words[taken])}" for taken in sorted(words)]
         return "; ".join(parts) or "no arguments"
 
@@ -204,8 +212,8 @@ class Arguments:
         role = dataclasses.replace(role, rows_per_sample=rows_per_sample)
         if len(value) != rows_per_sample * self.batch_size:
             raise ValueError(
-                f"Passed `{path}`, {describe(value)}, which is declared as {str(role)!r}, to a "
-                f"tower called with {self.batch_size} rows. Correct it in `roles`."
+                f"Passed `{path}`, {describe_value(value)}, which is declared as {str(role)!r}, to "
+                f"a tower called with {self.batch_size} rows. Correct it in `roles`."
             )
         return role
 
@@ -287,7 +295,7 @@ def _argument_names(signature_of: Callable[..., Any], count: int) -> list[str]:
     return [*positional[:count], *(f"{rest}[{index}]" for index in range(missing))]
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return the shape, length or type of a value, for messages."""
     if isinstance(value, (Tensor, np.ndarray)):
         return str(list(value.shape))

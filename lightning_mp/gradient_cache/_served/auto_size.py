@@ -77,11 +77,11 @@ def find_micro_batch_size(
 
 def _by_doubling(call: "TowerCall", trained: Iterable[Tensor]) -> int:
     rows = fitting = _first_rows(call)
-    if not _fits(call, rows):
+    if not _fits_in_memory(call, rows):
         return 0
     # The reserve may be an overestimate, so the first probe runs without it.
     with _hold_memory(_other_step_bytes(call, trained), call.device) as is_held:
-        while is_held and _fits(call, rows):
+        while is_held and _fits_in_memory(call, rows):
             fitting = rows
             if rows == call.batch_size:
                 break
@@ -120,7 +120,7 @@ def _first_rows(call: "TowerCall") -> int:
     return min(_FIRST_ROWS, call.batch_size)
 
 
-def _fits(call: "TowerCall", rows: int) -> bool:
+def _fits_in_memory(call: "TowerCall", rows: int) -> bool:
     try:
         call.probe(rows)
     except RuntimeError as error:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_mp.gradient_cache._served.arguments import Arguments, Tree, describe, open_tree
+from lightning_mp.gradient_cache._served.arguments import Arguments, Tree, describe_value, open_tree
 from lightning_mp.gradient_cache._served.refusals import name_of, scores_error, shape_error
 from lightning_mp.gradient_cache._served.roles import ROWS, DeclaredRoles, Role
 
@@ -217,8 +217,8 @@ class Outputs:
             raise ValueError(
                 f"The tower `{self._tower}` returned {name_of(leaf.path)} of type "
                 f"{type(value).__name__}, which differs between micro-batches: "
-                f"{describe(whole)} and {describe(value)}. Only tensors and lists with one item "
-                "per row are concatenated. Leave the output out: "
+                f"{describe_value(whole)} and {describe_value(value)}. Only tensors and lists with "
+                "one item per row are concatenated. Leave the output out: "
                 f"`roles={{{leaf.path!r}: 'left out'}}`."
             )
 

@@ -113,7 +113,7 @@ def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
     correction1, correction2 = bias_corrections(batch.steps, options.beta1, options.beta2)
     roots = list(torch._foreach_sqrt(squares))
     torch._foreach_div_(roots, _scalars(correction2.sqrt(), roots[0].dtype))
-    rates = _rates(options.lr, correction1)
+    rates = _rate_like(options.lr, correction1)
     # Must come before epsilon is added to the roots in place below.
     if options.clip_update_rms is not None:
         rms = _update_rms(gradients, roots, options.eps).to(rates.dtype)
@@ -184,7 +184,7 @@ def _scale_(tensors: list[Tensor], factor: float | Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def _rates(lr: float | Tensor, like: Tensor) -> Tensor:
+def _rate_like(lr: float | Tensor, like: Tensor) -> Tensor:
     """Return the learning rate as a tensor like `like`, without a host sync."""
     if isinstance(lr, Tensor):  # may be on any device
         on_device = lr.detach().reshape(()).to(like.device, like.dtype, non_blocking=True)

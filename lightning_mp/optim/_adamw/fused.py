@@ -68,7 +68,7 @@ def fused_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
             # As in `foreach_adamw_step`: a root of 0 would give 0 / 0 = NaN.
             floor = max(float(options.eps), torch.finfo(torch.float32).tiny)
             rms_kernel[(len(parts),)](table, parts, partials, floor=floor, **shared)
-        rate, rate_at = _rate(options.lr, device)
+        rate, rate_at = _rate_arguments(options.lr, device)
         adamw_kernel[(len(chunks),)](
             table,
             chunks,
@@ -96,7 +96,7 @@ def _tables(batch: AdamWBatch) -> contextlib.AbstractContextManager[Tables | Non
     return tables_of(batch.lists, batch.steps)
 
 
-def _rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
+def _rate_arguments(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
     """Return the learning rate as a number, or 0.0 and a tensor on the device."""
     if not isinstance(lr, Tensor):
         return float(lr), None

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._call.request import tiles_for
-from lightning_mp.contrastive._tiles.backends import triton_problem
+from lightning_mp.contrastive._tiles.backends import tiles_problem
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.test_operator import opcheck
 from tests.reference.contrastive import reference, relative_error
@@ -116,8 +116,8 @@ def test_bias_has_no_effect_and_a_zero_gradient() -> None:
 def test_constructor_options_reach_the_tile_backend() -> None:
     tiles = tiles_for(CPU, torch.float32, "triton", "tf32", 2**22, True)
     assert tiles == TritonTiles(2**22, "tf32", True)
-    assert triton_problem(CPU, torch.float32) is None
-    assert "float64" in (triton_problem(CPU, torch.float64) or "")
+    assert tiles_problem(CPU, torch.float32) is None
+    assert "float64" in (tiles_problem(CPU, torch.float64) or "")
 
 
 @pytest.mark.parametrize("direction", ["both", "image_to_text", "text_to_image"])

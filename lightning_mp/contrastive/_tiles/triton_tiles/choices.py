@@ -45,16 +45,16 @@ def cached_choice(
     key = [name, *capability, version("triton"), what, [repr(config) for config in configs]]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     path = choice_folder() / f"{digest}.json"
-    found = _read(path, configs)
+    found = _stored_choice(path, configs)
     if found is not None:
         return found
     choice = choose()
     description = {"gpu": name, "triton": key[3], "for": what, "tile": list(choice.tile)}
     _create(path, json.dumps({**description, "row": configs.index(choice)}), configs)
-    return _read(path, configs) or choice
+    return _stored_choice(path, configs) or choice
 
 
-def _read(path: Path, configs: Sequence[TileConfig]) -> TileConfig | None:
+def _stored_choice(path: Path, configs: Sequence[TileConfig]) -> TileConfig | None:
     try:
         row = json.loads(path.read_text(encoding="utf-8"))["row"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -72,7 +72,7 @@ def _create(path: Path, text: str, configs: Sequence[TileConfig]) -> None:
             part.write_text(text, encoding="utf-8")
             with contextlib.suppress(FileExistsError):
                 os.link(part, path)  # unlike `replace`, fails if the file exists
-            if _read(path, configs) is None:
+            if _stored_choice(path, configs) is None:
                 part.replace(path)
         finally:
             part.unlink(missing_ok=True)

@@ -53,7 +53,7 @@ class KernelLogits:
             guides = Products.of(*logits.thresholds.guides, "auto")
         stored = logits.stored or StoredTiles(rows_bD.new_empty(0, dtype=torch.float32))
         return cls(
-            logits._replace(ids=None if ids is None else _short(ids)),
+            logits._replace(ids=None if ids is None else _short_ids(ids)),
             Products.of(rows_bD, columns_mD, tile_dtype),
             guides,
             stored.take_rows(len(rows_bD), len(columns_mD)),
@@ -136,7 +136,7 @@ class KernelLogits:
         return Thresholds(row_n.float(), column_c.float(), guides)
 
 
-def _short(ids: Ids) -> Ids:
+def _short_ids(ids: Ids) -> Ids:
     """Return 32-bit numbers that are equal where ids are, to save registers."""
     # `unique` would wait for the device to know the size of its result.
     known = ids.rows_b.sort().values
