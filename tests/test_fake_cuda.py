@@ -161,7 +161,7 @@ def test_scale_on_a_device_is_compared_after_the_host_has_read_it(
             looks.check(request, None)
             gpu.time += 1.0  # the copy arrives
         request = Request(*features, request.scale, **looks.read)
-        return agreement._facts(request, NeedsGrad(image=True, text=True, scale=True))
+        return agreement._own_facts(request, NeedsGrad(image=True, text=True, scale=True))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -147,7 +147,7 @@ def test_figure4_counts_a_replay_and_draws(out: Output) -> None:
 
 
 def test_memory_rows_put_formulas_beside_the_papers_cells() -> None:
-    rows = list(memory._of_the_paper())
+    rows = list(memory._paper_memory_rows())
     assert {row["kind"] for row in rows} == {PRINTED}
     assert len(rows) == 9 + 11
     (cell,) = (r for r in rows if (r["method"], r["ranks"], r["batch"]) == ("Inf-CL", 8, 2**17))
@@ -162,7 +162,7 @@ def test_memory_rows_put_formulas_beside_the_papers_cells() -> None:
 
 
 def _peaks_on_a_rank(rank: int) -> list[int]:
-    return [memory._peak(method, 256, 64) for method in memory.METHODS]
+    return [memory._loss_peak(method, 256, 64) for method in memory.METHODS]
 
 
 @pytest.mark.sweep
