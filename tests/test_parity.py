@@ -115,13 +115,13 @@ def test_rounded_reads_half_precision_and_steps_in_fp32(half: str) -> None:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[half]
     seen: list[torch.Tensor] = []
 
-    class Looking(Regression):
+    class RecordsWeights(Regression):
         def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
             # One exact product of rounded operands, which therefore shows their bits.
             seen.append((self.network[0].weight * 1.0).detach().clone())
             return super().loss(batch)
 
-    model = Looking()
+    model = RecordsWeights()
     start = model.network[0].weight.detach().clone()
     fit(model, Rounded(half), loader(1))
     # The two round ties differently; none of the 128 weights is a tie.

@@ -24,8 +24,8 @@ from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 WIDTH = 768
 
 
-class Weighed(Counts):
-    """Counts, and the most bytes that tensors made inside have taken at a time."""
+class CountsAndPeakBytes(Counts):
+    """Counts, and the peak of the bytes of tensors that were created inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ SWEEP = {"marks": pytest.mark.sweep}
 def test_slices_take_the_workspace_and_eight_batches(
     sizes: list[int], workspace_bytes: int, dtype: torch.dtype
 ) -> None:
-    counts = count(sizes, WIDTH, "slices", workspace_bytes, dtype, Weighed)
+    counts = count(sizes, WIDTH, "slices", workspace_bytes, dtype, CountsAndPeakBytes)
     assert counts.peak_bytes <= workspace_bytes + 8 * sizes[0] * WIDTH * 4
     # Texts come twice unless they came at once; log-sum-exps always do.
     slices = counts.collectives["alltoall_base_"]
@@ -146,7 +146,7 @@ def test_slices_take_the_workspace_and_eight_batches(
 def test_loss_that_keeps_products_takes_the_workspace_and_eight_batches(
     batch: int, is_all: bool
 ) -> None:
-    counts = count([batch], WIDTH, "ring", DEFAULT_BYTES, torch.float32, Weighed)
+    counts = count([batch], WIDTH, "ring", DEFAULT_BYTES, torch.float32, CountsAndPeakBytes)
     assert counts.peak_bytes <= DEFAULT_BYTES + 8 * batch * WIDTH * 4
     # Blocks take three products a side and are one kernel in the second sweep where all is kept:
     # with the first sweep's two, and the five of every loss, of which no flag chooses a twin.

@@ -16,13 +16,13 @@ from tests.reference.contrastive_targets import dense_targets
 Sizes = list[tuple[int, int]]
 
 
-class Case:
-    """One batch with the arguments of a loss, of its call, and what they stand for.
+class PairCase:
+    """One global batch, the arguments of a loss and of its call, and the equivalent dense targets.
 
     Args:
-        name: Of the options.
-        sizes: Images and texts of each rank; the first of a rank's texts are its images' own.
-        seed: Of all numbers.
+        name: Name of the options: a method of this class that sets them.
+        sizes: Images and texts of each rank. The first texts of a rank belong to its images.
+        seed: Seed of all random numbers.
     """
 
     def __init__(self, name: str, sizes: Sizes, seed: int) -> None:
@@ -47,13 +47,13 @@ class Case:
         weights = torch.rand(self.b, generator=self.generator, dtype=torch.float64)
         weights[::3] = 0
         self.call["weights"] = weights
-        self._weigh(weights)
+        self._weight_own_texts(weights)
 
     def multi_positive(self) -> None:
         ids = torch.randint(-self.b // 3, self.b // 3, (self.n,), generator=self.generator) * 2**40
         self.setup["duplicates"], self.call["ids"] = "multi_positive", ids
         self.match = ids[self.own, None] == ids
-        self._weigh(torch.ones(self.b))
+        self._weight_own_texts(torch.ones(self.b))
 
     def weighted_multi_positive(self) -> None:
         self.multi_positive()
@@ -77,7 +77,7 @@ class Case:
 
     def captions(self) -> None:
         """Each image has zero to three texts of its rank, each text at most one image."""
-        self._list(shared=False)
+        self._list_positives(shared=False)
 
     def weighted_captions(self) -> None:
         self.captions()
@@ -88,7 +88,7 @@ class Case:
     def shared_texts(self) -> None:
         """Texts belong to several images, images to several texts."""
         self.weighted_captions()
-        self._list(shared=True)
+        self._list_positives(shared=True)
         self._mean_weights(self.call["weights"])
 
     def smoothed_captions(self) -> None:
@@ -96,20 +96,22 @@ class Case:
         self.captions()
 
     def swapped_texts(self) -> None:
-        """Each image has another one's text, by a list of one dimension, and ids stand beside."""
+        """`positives` of one dimension give each image the text of another image; with ids."""
         self.smoothed_mask()
         self.captions()
         order = [torch.randperm(b, generator=self.generator) for b, _ in self.sizes]
         self.call["positives"] = torch.cat(order)
-        own = self.own[torch.cat([at + x for at, x in zip(self._firsts(0), order, strict=True)])]
+        own = self.own[
+            torch.cat([at + x for at, x in zip(self._first_rows(0), order, strict=True)])
+        ]
         self.match = torch.zeros_like(self.match)
         self.match[torch.arange(self.b), own] = True
         self.dense["masked"] = self.call["ids"][own, None] == self.call["ids"]
-        self._weigh(self.call["weights"], own)
+        self._weight_own_texts(self.call["weights"], own)
 
     def negatives(self) -> None:
         negatives = torch.randn(self.b, 3, 12, generator=self.generator)
-        negatives += 3 * self.features[0][:, None]  # hard ones
+        negatives += 3 * self.features[0][:, None]  # hard negatives
         self.features.append(F.normalize(negatives, dim=2))
 
     def smoothed_negatives(self) -> None:
@@ -130,8 +132,8 @@ class Case:
         self.absolute()
         self.weighted_mask()
 
-    def guided(self) -> None:
-        """By features of another width, of which some columns are almost equal."""
+    def relative_with_guide(self) -> None:
+        """The guide has features of another width."""
         self.relative()
         image, text = (torch.randn(x, 5, generator=self.generator) for x in (self.b, self.n))
         text[self.own] += 2 * image
@@ -142,16 +144,18 @@ class Case:
         self.negatives()
 
     def absolute_of_swapped(self) -> None:
-        self.guided()
+        self.relative_with_guide()
         self.setup["margin"] = 0.2
-        firsts = self._firsts(0)
+        firsts = self._first_rows(0)
         order = [torch.randperm(b, generator=self.generator) for b, _ in self.sizes]
         self.call["positives"] = torch.cat(order)
         self.own = self.own[torch.cat([at + x for at, x in zip(firsts, order, strict=True)])]
         self.match = torch.zeros_like(self.match)
         self.match[torch.arange(self.b), self.own] = True
 
-    def _limit(self, image: Tensor, text: Tensor, negatives: Tensor | None) -> dict[str, Any]:
+    def _false_negative_masks(
+        self, image: Tensor, text: Tensor, negatives: Tensor | None
+    ) -> dict[str, Any]:
         """Return the masks of `false_negatives` as `CachedGISTEmbedLoss` defines them."""
         if "guide_image" in self.call:
             image, text = (self.call[name].double() for name in ("guide_image", "guide_text"))
@@ -162,7 +166,8 @@ class Case:
         threshold_b = positive_b - margin if is_absolute else positive_b - positive_b.abs() * margin
         threshold_n = torch.full((self.n,), torch.inf, dtype=torch.float64)
         threshold_n[self.own] = threshold_b
-        # No tie that fp32 may see another way: 12 products of 1 at most are off by 12 2^-24.
+        # No similarity is so close to its threshold that fp32 could decide otherwise: the rounding
+        # error of 12 products of at most 1 is below 12 * 2^-24.
         for limit in (threshold_b[:, None], threshold_n):
             assert (similarities - limit).abs().masked_fill(self.match, 1.0).min() > 8e-7
         masked = self.dense.get("masked", torch.zeros_like(self.match))
@@ -177,12 +182,14 @@ class Case:
             )
         return found
 
-    def _firsts(self, side: int) -> list[int]:
+    def _first_rows(self, side: int) -> list[int]:
         return [0, *itertools.accumulate(size[side] for size in self.sizes)][:-1]
 
-    def _list(self, shared: bool) -> None:
+    def _list_positives(self, shared: bool) -> None:
         self.match, named = torch.zeros_like(self.match), []
-        for (b, n), image, text in zip(self.sizes, self._firsts(0), self._firsts(1), strict=True):
+        for (b, n), image, text in zip(
+            self.sizes, self._first_rows(0), self._first_rows(1), strict=True
+        ):
             of_text = torch.randint(0, b, (n, 1 + shared), generator=self.generator)
             match = torch.zeros(b, n, dtype=torch.bool)
             match[of_text, torch.arange(n)[:, None]] = True
@@ -196,50 +203,54 @@ class Case:
         match = self.match.double()
         self.dense["column_weights"] = (match.T @ weights.double()) / match.sum(0).clamp_min(1)
 
-    def _weigh(self, weights: Tensor, own: Tensor | None = None) -> None:
-        """Let texts beyond the images' own look for no image."""
+    def _weight_own_texts(self, weights: Tensor, own: Tensor | None = None) -> None:
+        """Set the weights of the cross entropies; extra texts have a weight of 0."""
         own = self.own if own is None else own
         self.dense["row_weights"] = weights
         self.dense["column_weights"] = weights.new_zeros(self.n).index_copy(0, own, weights)
 
-    def of_rank(self, rank: int) -> "Case":
+    def of_rank(self, rank: int) -> "PairCase":
         """Return the rank batch of a rank."""
-        part = copy.copy(self)
-        part.features = [self.part(x, rank) for x in self.features]
-        part.call = {key: self.part(value, rank) for key, value in self.call.items()}
-        return part
+        case = copy.copy(self)
+        case.features = [self.rows_of_rank(x, rank) for x in self.features]
+        case.call = {key: self.rows_of_rank(value, rank) for key, value in self.call.items()}
+        return case
 
-    def part(self, value: Tensor, rank: int) -> Tensor:
-        """A rank's own rows of what stands for all images or for all texts."""
+    def rows_of_rank(self, value: Tensor, rank: int) -> Tensor:
+        """Return the rows of a rank from a tensor of all images or of all texts."""
         side = (self.b, self.n).index(len(value))
         return value.split([size[side] for size in self.sizes])[rank]
 
     def expected(self, dtype: torch.dtype, scale: float, directions: str) -> list[Tensor]:
-        """The loss and its gradients in float64 of features rounded to a dtype."""
+        """Return the loss and its gradients in float64, for features rounded to a dtype."""
         leaves = [x.to(dtype).double().requires_grad_() for x in self.features]
         leaves.append(torch.tensor(scale, dtype=torch.float64, requires_grad=True))
         image, text, *negatives, scale_ = leaves
         dense = {**self.dense, "negatives": negatives[0]} if negatives else self.dense
         if "false_negatives" in self.setup:
             with torch.no_grad():
-                dense = dense | self._limit(image, text, negatives[0] if negatives else None)
+                dense = dense | self._false_negative_masks(
+                    image, text, negatives[0] if negatives else None
+                )
         loss = dense_targets(image, text, scale_, self.match, directions=directions, **dense)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
 CASES = ["weights", "multi_positive", "weighted_multi_positive", "weighted_mask"]
 CASES += ["smoothing", "smoothed_mask", "smoothed_multi_positive"]
-GUIDED = ["guided", "absolute_of_swapped"]
+GUIDED = ["relative_with_guide", "absolute_of_swapped"]
 CASES += ["absolute", "relative", "weighted_absolute", *GUIDED]
 OF_IMAGES = ["negatives_of_absolute", "negatives", "smoothed_negatives", "negatives_of_captions"]
 CASES += OF_IMAGES
 CASES += ["captions", "weighted_captions", "shared_texts", "smoothed_captions", "swapped_texts"]
 
 
-def found(case: Case, loss_fn: ContrastiveLoss, dtype: torch.dtype, scale: float) -> list[Tensor]:
+def loss_and_gradients(
+    case: PairCase, loss_fn: ContrastiveLoss, dtype: torch.dtype, scale: float
+) -> list[Tensor]:
     leaves = [x.to(dtype).requires_grad_() for x in case.features]
     leaves.append(torch.tensor(scale, requires_grad=True))
-    # A loss scale, the same on all ranks, so that fp16's gradients are rounded like others.
+    # A loss scale, equal on all ranks, so that fp16 gradients do not underflow.
     gain = 128.0
     image, text, *negatives, scale_ = leaves
     call = {**case.call, "negatives": negatives[0]} if negatives else case.call
@@ -254,11 +265,11 @@ def check(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, what:
     eps = torch.finfo(dtype).eps
     loss, *d_features, d_scale = found
     assert relative_error(loss, expected[0]) < rounding, what
-    # At a positive p - 1 cancels: p is off by 20 units of float64, as its logit near 20 is, and so
-    # is each of the b rows by 20 / b times that, however small the gradient.
+    # At a positive, p - 1 cancels: p has the error of its logit near 20, 20 units of float64, and
+    # each of the b rows has 20 / b times this error, however small the gradient is.
     cancelled = 20 * 20 * torch.finfo(torch.float64).eps / len(expected[1]) ** 0.5
     for value, right in zip(d_features, expected[1:-1], strict=True):
         assert (value - right).norm() < (rounding + eps) * right.norm() + cancelled, what
-    # Of each image <I, dI> / scale, in which much cancels: an error of dI counts with |I| |dI|.
+    # The scale's gradient sums <I, dI> / scale, whose terms cancel: the bound is a sum of |I| |dI|.
     size = expected[1].norm(dim=1).sum() / 20
     assert (d_scale - expected[-1]).abs() < rounding * (size + expected[-1].abs()) + 1e-7, what

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss
-from tests.contrastive.pair_cases import CASES, Case
+from tests.contrastive.pair_cases import CASES, PairCase
 from tests.contrastive.test_operator import opcheck
 from tests.contrastive.test_targets_uses import leaves_of
 from tests.reference.contrastive import relative_error
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute"),  # Dynamo looks, and hides the warning
 ]
 
-GATE = ["smoothed_negatives", "shared_texts", "guided"]
+GATE = ["smoothed_negatives", "shared_texts", "relative_with_guide"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def compiled(function: Any, **options: Any) -> Any:
     return torch.compile(function, backend="aot_eager", fullgraph=True, **options)
 
 
-def step_of(case: Case) -> Any:
+def step_of(case: PairCase) -> Any:
     """Return a function from leaves to their loss; torch 2.10 creates no module in a graph."""
     loss_fn = ContrastiveLoss(**case.setup)
 
@@ -47,7 +47,7 @@ def step_of(case: Case) -> Any:
     "name", [pytest.param(x, marks=() if x in GATE else pytest.mark.sweep) for x in CASES]
 )
 def test_compiled_loss_is_one_graph_and_equals_eager(name: str) -> None:
-    case = Case(name, [(31, 40)], 5)
+    case = PairCase(name, [(31, 40)], 5)
     leaves = leaves_of(case)
     results = []
     for function in (step_of(case), compiled(step_of(case))):
@@ -85,7 +85,7 @@ def test_new_batch_size_does_not_recompile() -> None:
     ids=str,
 )
 def test_inputs_without_grad_get_no_gradient(trained: tuple[int, ...]) -> None:
-    case = Case("negatives_of_captions", [(31, 40)], 5)
+    case = PairCase("negatives_of_captions", [(31, 40)], 5)
     leaves = leaves_of(case)
     every = torch.autograd.grad(step_of(case)(*leaves), leaves)
     for place, leaf in enumerate(leaves):
@@ -140,7 +140,7 @@ def test_compiled_matryoshka_is_one_graph() -> None:
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.sweep)], ids=str
 )
 def test_operators_pass_opcheck(name: str, trains: bool, dtype: torch.dtype) -> None:
-    case = Case(name, [(9, 14)], 5)
+    case = PairCase(name, [(9, 14)], 5)
     image, text, *negatives = (x.to(dtype).requires_grad_(trains) for x in case.features)
     scale = torch.tensor(20.0, requires_grad=trains)
     call = {**case.call, **({"negatives": negatives[0]} if negatives else {})}
@@ -151,7 +151,7 @@ def test_operators_pass_opcheck(name: str, trains: bool, dtype: torch.dtype) -> 
 
 
 def test_second_derivatives_raise() -> None:
-    case = Case("weights", [(9, 12)], 5)
+    case = PairCase("weights", [(9, 12)], 5)
     image, text, scale = leaves_of(case)
     loss = ContrastiveLoss(**case.setup)(image, text, scale, **case.call)
     (d_image,) = torch.autograd.grad(loss, image, create_graph=True)

@@ -16,12 +16,12 @@ from papers.allocation import peak_allocated
 def test_peak_memory_is_matrices_and_scaled_features(
     batch: int, width: int, ranks: int, keeps_logits: bool, matrices: int
 ) -> None:
-    """Two log-softmaxes and their gradients, and two logits where they are kept, in fp32.
+    """The peak is two log-softmaxes, their gradients and, if they are kept, two matrices of logits.
 
-    A rank's share needs no group: it is a function of its features and of those of all ranks, with
-    the rows of OpenCLIP's `ClipLoss(local_loss=True, gather_with_grad=True)` and of DisCo-CLIP.
-    OpenCLIP's loss returns before the backward, which frees the logits; the example of DisCo-CLIP
-    keeps them until after it.
+    The loss of one rank is computed without a process group, from the features of this rank and of
+    all ranks, with the same rows as OpenCLIP's `ClipLoss(local_loss=True, gather_with_grad=True)`
+    and DisCo-CLIP. OpenCLIP's loss frees the logits when it returns, before the backward. The
+    example of DisCo-CLIP keeps the logits until after the backward.
     """
     rows = batch // ranks
     image_bD, text_bD = (torch.randn(batch, width, requires_grad=True) for _ in range(2))

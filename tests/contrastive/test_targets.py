@@ -10,7 +10,14 @@ from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._call.request import PairArguments
-from tests.contrastive.pair_cases import CASES, OF_IMAGES, Case, Sizes, check, found
+from tests.contrastive.pair_cases import (
+    CASES,
+    OF_IMAGES,
+    PairCase,
+    Sizes,
+    check,
+    loss_and_gradients,
+)
 from tests.contrastive.test_exchange import EXCHANGES, make_loss
 from tests.contrastive.test_torch_tiles import PeakBytes
 from tests.contrastive.visible import visible
@@ -30,10 +37,10 @@ from tests.reference.contrastive_targets import dense_targets
     ids=str,
 )
 def test_loss_equals_dense_targets(name: str, dtype: torch.dtype, workspace_bytes: int) -> None:
-    case = Case(name, [(133, 171)], 0)
+    case = PairCase(name, [(133, 171)], 0)
     loss_fn = ContrastiveLoss(**case.setup)
     loss_fn.workspace_bytes = workspace_bytes
-    check(found(case, loss_fn, dtype, 20.0), case.expected(dtype, 20.0, "both"), dtype)
+    check(loss_and_gradients(case, loss_fn, dtype, 20.0), case.expected(dtype, 20.0, "both"), dtype)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -41,10 +48,14 @@ def test_loss_equals_dense_targets(name: str, dtype: torch.dtype, workspace_byte
 def test_one_direction_equals_dense_targets(name: str, directions: str) -> None:
     if name in OF_IMAGES and directions == "text_to_image":
         return  # refused
-    case = Case(name, [(35, 41)], 1)
+    case = PairCase(name, [(35, 41)], 1)
     loss_fn = ContrastiveLoss(directions=directions, **case.setup)  # type: ignore[arg-type]
     dtype = torch.float64
-    check(found(case, loss_fn, dtype, 20.0), case.expected(dtype, 20.0, directions), dtype)
+    check(
+        loss_and_gradients(case, loss_fn, dtype, 20.0),
+        case.expected(dtype, 20.0, directions),
+        dtype,
+    )
 
 
 SIZES: list[Sizes] = [[(9, 14)], [(8, 8), (5, 17)], [(3, 9), (7, 7), (1, 20), (6, 8)]]
@@ -58,9 +69,9 @@ def _exchange(name: str, sizes: Sizes) -> str:
 def _steps(rank: int, sizes: Sizes) -> dict[str, list[Tensor]]:
     results = {}
     for name in CASES:
-        case = Case(name, sizes, 2).of_rank(rank)
+        case = PairCase(name, sizes, 2).of_rank(rank)
         loss_fn = make_loss(_exchange(name, sizes), **case.setup)
-        results[name] = found(case, loss_fn, torch.float32, 20.0)
+        results[name] = loss_and_gradients(case, loss_fn, torch.float32, 20.0)
     return results
 
 
@@ -69,21 +80,21 @@ def _steps(rank: int, sizes: Sizes) -> dict[str, list[Tensor]]:
 def test_loss_across_ranks_equals_dense_targets(sizes: Sizes) -> None:
     by_rank = run_ranks(_steps, len(sizes), sizes)
     for name in CASES:
-        case = Case(name, sizes, 2)
+        case = PairCase(name, sizes, 2)
         loss, *d_features, d_scale = case.expected(torch.float32, 20.0, "both")
         for rank in range(len(sizes)):
             # The mean over ranks of gradients that only one of them has.
-            own = [len(sizes) * case.part(x, rank) for x in d_features]
+            own = [len(sizes) * case.rows_of_rank(x, rank) for x in d_features]
             what = (name, _exchange(name, sizes), rank)
             check(by_rank[rank][name], [loss, *own, d_scale], torch.float32, what)
 
 
 @pytest.mark.filterwarnings("ignore:Passed .*negative scale")
 def test_false_negatives_with_negative_scale_are_the_most_similar_pairs() -> None:
-    case = Case("absolute", [(60, 70)], 0)
+    case = PairCase("absolute", [(60, 70)], 0)
     dtype = torch.float64
     check(
-        found(case, ContrastiveLoss(**case.setup), dtype, -5.0),
+        loss_and_gradients(case, ContrastiveLoss(**case.setup), dtype, -5.0),
         case.expected(dtype, -5.0, "both"),
         dtype,
     )
@@ -174,14 +185,14 @@ def test_thresholds_need_no_memory_beyond_the_workspace() -> None:
 
 
 def test_default_options_are_bitwise_neutral() -> None:
-    case = Case("weights", [(133, 171)], 4)
+    case = PairCase("weights", [(133, 171)], 4)
     case.call = {}
-    plain = found(case, ContrastiveLoss(), torch.float32, 20.0)
+    plain = loss_and_gradients(case, ContrastiveLoss(), torch.float32, 20.0)
     case.call = dict.fromkeys(get_type_hints(PairArguments))
     neutral = ContrastiveLoss(duplicates="mask", label_smoothing=0.0, false_negatives="keep")
     assert all(
         torch.equal(*pair)
-        for pair in zip(plain, found(case, neutral, torch.float32, 20.0), strict=True)
+        for pair in zip(plain, loss_and_gradients(case, neutral, torch.float32, 20.0), strict=True)
     )
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
-from tests.contrastive.pair_cases import Case, check
+from tests.contrastive.pair_cases import PairCase, check
 from tests.contrastive.test_torch_tiles import PeakBytes
 from tests.contrastive.visible import visible
 from tests.processes import run_ranks
@@ -18,15 +18,21 @@ from tests.reference.contrastive import relative_error
 from tests.reference.contrastive_targets import dense_targets
 
 # One of each kind.
-EXAMPLES = ["shared_texts", "smoothed_mask", "weighted_multi_positive", "negatives", "guided"]
+EXAMPLES = [
+    "shared_texts",
+    "smoothed_mask",
+    "weighted_multi_positive",
+    "negatives",
+    "relative_with_guide",
+]
 
 
-def leaves_of(case: Case) -> list[Tensor]:
+def leaves_of(case: PairCase) -> list[Tensor]:
     features = [x.clone().requires_grad_() for x in case.features]
     return [*features, torch.tensor(20.0, requires_grad=True)]
 
 
-def loss_of(case: Case, leaves: list[Tensor]) -> Tensor:
+def loss_of(case: PairCase, leaves: list[Tensor]) -> Tensor:
     image, text, *negatives, scale = leaves
     call = {**case.call, "negatives": negatives[0]} if negatives else case.call
     return ContrastiveLoss(**case.setup)(image, text, scale, **call)
@@ -34,7 +40,7 @@ def loss_of(case: Case, leaves: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_inputs_without_grad_get_no_gradient_and_affect_no_other(name: str) -> None:
-    case = Case(name, [(31, 40)], 5)
+    case = PairCase(name, [(31, 40)], 5)
     leaves = leaves_of(case)
     expected = torch.autograd.grad(loss_of(case, leaves), leaves)
     for trains in itertools.product([False, True], repeat=len(leaves)):
@@ -56,7 +62,7 @@ def test_inputs_without_grad_get_no_gradient_and_affect_no_other(name: str) -> N
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 1, -1])
 def test_non_finite_values_propagate(name: str, value: float, place: int) -> None:
-    case = Case(name, [(31, 40)], 5)
+    case = PairCase(name, [(31, 40)], 5)
     leaves = [x.detach() for x in leaves_of(case)]
     leaves[place].view(-1)[0] = value
     assert not loss_of(case, leaves).isfinite()
@@ -64,7 +70,7 @@ def test_non_finite_values_propagate(name: str, value: float, place: int) -> Non
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_second_derivatives_raise(name: str) -> None:
-    case = Case(name, [(9, 12)], 5)
+    case = PairCase(name, [(9, 12)], 5)
     leaves = leaves_of(case)
     loss = loss_of(case, leaves)
     (d_image,) = torch.autograd.grad(loss, leaves[:1], create_graph=True)
@@ -76,7 +82,7 @@ def test_second_derivatives_raise(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_negative_cotangent_negates_all_gradients(name: str) -> None:
-    case = Case(name, [(31, 40)], 5)
+    case = PairCase(name, [(31, 40)], 5)
     leaves = leaves_of(case)
     up, down = (torch.autograd.grad(sign * loss_of(case, leaves), leaves) for sign in (1, -1))
     assert all(torch.equal(x, -y) for x, y in zip(up, down, strict=True))
@@ -84,7 +90,7 @@ def test_negative_cotangent_negates_all_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_autocast_changes_nothing(name: str) -> None:
-    case = Case(name, [(31, 40)], 5)
+    case = PairCase(name, [(31, 40)], 5)
     leaves = leaves_of(case)
     expected = torch.autograd.grad(loss_of(case, leaves), leaves)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -137,7 +143,7 @@ def test_fewer_texts_than_images_can_be_shared_on_several_ranks() -> None:
 
 
 def test_positives_in_order_equal_the_default() -> None:
-    case = Case("weights", [(31, 40)], 5)
+    case = PairCase("weights", [(31, 40)], 5)
     leaves = leaves_of(case)
     results: list[Any] = []
     for positives in (None, torch.arange(31)):

@@ -332,12 +332,12 @@ def test_parameter_gradients_equal_fp32_before_the_step(
     """The `grad_norm` of Lightning's documentation returned 1008 times the norm."""
     seen: list[dict[str, float]] = []
 
-    class Looking(Regression):
+    class RecordsGradientNorms(Regression):
         def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
             assert {p.grad.dtype for p in self.parameters()} == {torch.float32}
             seen.append({name: norm.item() for name, norm in grad_norm(self, 2).items()})
 
     plugin = make_plugin()
-    fit(Looking(), None, loader(1))
-    fit(Looking(), plugin, loader(1))
+    fit(RecordsGradientNorms(), None, loader(1))
+    fit(RecordsGradientNorms(), plugin, loader(1))
     assert seen[1] == pytest.approx(seen[0], rel=tolerance(plugin), abs=1e-3)

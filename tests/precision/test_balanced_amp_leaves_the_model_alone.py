@@ -245,7 +245,7 @@ def test_bytes_per_parameter_equal_the_docstring(make_plugin: Any, kind: str) ->
 def test_zero_gradients_do_not_grow_the_loss_scale() -> None:
     """In 100 steps with zero gradients, a scale that grows every 5 steps would rise by 2^20."""
 
-    class Waits(Regression):
+    class ZeroGradientsAtFirst(Regression):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
             return loss * (batch_idx >= 60)
@@ -253,10 +253,10 @@ def test_zero_gradients_do_not_grow_the_loss_scale() -> None:
     from lightning_mp.precision.loss_scale_config import LossScaleConfig
 
     plugin = BalancedAMP(loss_scale=LossScaleConfig(init_scale=256.0, growth_interval=5))
-    fit(Waits(), plugin, loader(60, 4))
+    fit(ZeroGradientsAtFirst(), plugin, loader(60, 4))
     assert plugin.scaler.get_scale() == 256.0
     assert plugin.scaler.skipped_steps == 0
-    fit(Waits(), plugin, loader(66, 4))
+    fit(ZeroGradientsAtFirst(), plugin, loader(66, 4))
     assert plugin.scaler.get_scale() > 256.0
 
 

@@ -100,12 +100,12 @@ def test_dtype_of_the_module_is_half_in_training(half: Any) -> None:
     class Inner(pl.LightningModule):
         pass
 
-    class Looking(Regression):
+    class RecordsDtypes(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             seen.extend([self.dtype, self.inner.dtype])
             return super().training_step(batch, batch_idx)
 
-    model = Looking()
+    model = RecordsDtypes()
     model.inner = Inner()
     fit(model, PureFP16(half=half), loader(1))
     assert seen == [HALVES[half]] * 2
@@ -252,13 +252,13 @@ def test_rotary_embeddings_of_llama_are_correct_at_every_position() -> None:
     expected = network.model.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)
     got: list[Tensor] = []
 
-    class Looking(Foreign):
+    class RecordsRotaryEmbedding(Foreign):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             got.extend(self.network.model.rotary_emb(torch.zeros(1), positions))
             return super().training_step(batch, batch_idx)
 
     batch = {"input_ids": TOKENS, "labels": TOKENS}
-    fit(Looking("Llama"), PureFP16(), DataLoader([batch], batch_size=None))
+    fit(RecordsRotaryEmbedding("Llama"), PureFP16(), DataLoader([batch], batch_size=None))
     for mine, right in zip(got, expected, strict=True):
         assert mine.dtype == torch.float16
         assert (mine - right).abs().max() <= 2.0**-12  # half a ULP below 1

@@ -112,7 +112,7 @@ def test_grad_norm_of_lightning_equals_fp32(half: Any) -> None:
     assert model.gradient_norms == pytest.approx(reference.gradient_norms, rel=TOLERANCE[half])
 
 
-class Waits(Regression):
+class StepsInEveryThirdBatch(Regression):
     """Clips in every batch, steps in every third, and zeroes gradients in place."""
 
     def __init__(self, **options: Any) -> None:
@@ -132,7 +132,7 @@ class Waits(Regression):
 @halves
 @optimizers
 def test_clipped_gradients_accumulate_over_later_backwards(make: Any, half: Any) -> None:
-    distance, _ = ends_apart(Waits, make, half)
+    distance, _ = ends_apart(StepsInEveryThirdBatch, make, half)
     assert distance < TOLERANCE[half]
 
 
@@ -152,13 +152,13 @@ def test_gradients_that_are_never_zeroed_accumulate(kind: Any, half: Any) -> Non
 @pytest.mark.slow
 @halves
 def test_gradients_of_64_batches_accumulate_as_in_fp32(half: Any) -> None:
-    class Looking(Regression):
+    class RecordsGradient(Regression):
         def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
             self.met = torch.cat([p.grad.double().flatten() for p in self.parameters()])
 
     met: list[Tensor] = []
     for each in (None, plugin(half)):
-        model = Looking()
+        model = RecordsGradient()
         fit(model, each, loader(64, batch_size=4), accumulate_grad_batches=64)
         met.append(model.met)
     error = (met[1] - met[0]).norm() / met[0].norm()

@@ -17,7 +17,7 @@ from tests.precision.models import Regression, fit, loader, parameters_of
 # --- gradients -----------------------------------------------------------------------------------
 
 
-class Given(Regression):
+class GivenGradients(Regression):
     """Has a given gradient in each batch."""
 
     def __init__(self, gradients: list[Tensor], **options: Any) -> None:
@@ -44,7 +44,7 @@ class Given(Regression):
 
 def test_gradients_of_1e_7_reach_the_step() -> None:
     torch.seed()
-    model = Given([torch.randn(50_000) * 1e-7])
+    model = GivenGradients([torch.randn(50_000) * 1e-7])
     fit(model, PureFP16(), loader(1))
     (given,), (met,), (at_rest,) = model.gradients, model.met, model.at_rest
     assert met.dtype == torch.float32
@@ -59,7 +59,7 @@ def test_gradients_of_1e_7_reach_the_step() -> None:
 def test_initial_loss_scale_fits_gradients_below_64_and_backs_off_above(
     largest: float, is_skipped: bool
 ) -> None:
-    model = Given([torch.full((8,), largest)] * 2)
+    model = GivenGradients([torch.full((8,), largest)] * 2)
     start, plugin = parameters_of(model), PureFP16()
     fit(model, plugin, loader(2))
     assert model.scales == [2.0**10, 2.0**9 if is_skipped else 2.0**10]
@@ -70,7 +70,7 @@ def test_initial_loss_scale_fits_gradients_below_64_and_backs_off_above(
 
 @pytest.mark.slow
 def test_loss_scale_grows_until_gradients_overflow_and_then_stays() -> None:
-    model, plugin = Given([torch.full((8,), 3.0)] * 150), PureFP16()
+    model, plugin = GivenGradients([torch.full((8,), 3.0)] * 150), PureFP16()
     trainer = fit(model, plugin, loader(150, batch_size=1))
     # 3 * 2^14 fits into fp16, 3 * 2^15 does not; the scale doubles every 20 steps.
     assert model.scales[19:21] == [2.0**10, 2.0**11]
@@ -109,7 +109,7 @@ def bytes_alive() -> int:
     return sum(storages.values())
 
 
-class Weighed(Regression):
+class RecordsLiveBytes(Regression):
     """Records the live bytes at several points of a step."""
 
     def __init__(self, make_optimizer: Any) -> None:
@@ -151,7 +151,7 @@ def _only_new_objects() -> None:
 )
 def test_bytes_per_parameter_equal_the_docstring(way: str, optimizer: str) -> None:
     (make_plugin, kept), (make_optimizer, states, stand_in) = WEIGHTS[way], STATES[optimizer]
-    model = Weighed(make_optimizer)
+    model = RecordsLiveBytes(make_optimizer)
     fit(model, make_plugin(), loader(2))
     found = {name: each / WIDTH**2 for name, each in model.bytes.items()}
     assert found == {
@@ -181,7 +181,7 @@ def test_stochastic_rounding_is_reproducible_and_leaves_the_random_state_of_torc
 
 @pytest.mark.slow
 def test_write_back_decides_whether_updates_below_half_a_ulp_are_kept() -> None:
-    class Steady(Given):
+    class Steady(GivenGradients):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return (self.network.weight.float() * -1.0).sum()
 

@@ -91,13 +91,13 @@ def test_exception_resets_the_default_dtype() -> None:
 def test_validation_test_and_prediction_run_in_half_precision(half: Any) -> None:
     seen: list[torch.dtype] = []
 
-    class Looking(Regression):
+    class RecordsDtypes(Regression):
         def loss(self, batch: list[Tensor]) -> Tensor:
             seen.append(batch[0].dtype)
             seen.append(self.network(batch[0]).dtype)
             return super().loss(batch)
 
-    model, data = Looking(), loader(2)
+    model, data = RecordsDtypes(), loader(2)
     expected = sum(Regression.loss(model, batch).item() for batch in data) / 2
     trainer = make_trainer(PureFP16(half=half))
     tolerance = {"fp16": 2**-8, "bf16": 2**-5}[half]
@@ -155,12 +155,12 @@ def test_only_floating_point_tensors_of_batches_become_half() -> None:
     }
     seen: list[Any] = []
 
-    class Looking(Regression):
+    class RecordsBatch(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             seen.append(batch)
             return self.network(batch["float"]).float().mean()
 
-    fit(Looking(), PureFP16(), DataLoader([batch], batch_size=None))
+    fit(RecordsBatch(), PureFP16(), DataLoader([batch], batch_size=None))
     (got,) = seen
     assert torch.equal(got["float"], batch["float"].half())
     assert torch.equal(got["double"][0], batch["double"][0].half())
@@ -215,7 +215,7 @@ ISLANDS: dict[str, tuple[list[str], Callable[[str], bool]]] = {
 def test_fp32_modules_compute_in_fp32_and_return_half(half: Any, names: Any, is_kept: Any) -> None:
     inside: dict[str, set[torch.dtype]] = {}
 
-    class Looking(Regression):
+    class RecordsDtypesOfLayers(Regression):
         def on_fit_start(self) -> None:
             for name, module in self.network.named_modules():
                 if isinstance(module, nn.Linear | nn.LayerNorm):
@@ -225,7 +225,7 @@ def test_fp32_modules_compute_in_fp32_and_return_half(half: Any, names: Any, is_
                     # Runs before the cast of the output.
                     module.register_forward_hook(hook, prepend=True)
 
-    reference, model = (Looking(Transformer) for _ in range(2))
+    reference, model = (RecordsDtypesOfLayers(Transformer) for _ in range(2))
     start = parameters_of(model)
     fit(reference, None, sequences(3))
     inside.clear()

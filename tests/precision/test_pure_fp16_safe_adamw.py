@@ -16,7 +16,7 @@ from tests.precision.models import Regression, fit, loader, parameters_of
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class Looking(Regression):
+class RecordsOptimizerState(Regression):
     """Records parameters and states of the optimizer in and after its steps."""
 
     def __init__(self, **options: Any) -> None:
@@ -43,7 +43,7 @@ class Looking(Regression):
 
 @pytest.mark.parametrize("half", HALVES)
 def test_safe_adamw_steps_half_weights_and_the_residuals_of_checkpoints(half: Any) -> None:
-    model = Looking()
+    model = RecordsOptimizerState()
     fit(model, PureFP16(half=half), loader(8))
     assert model.stepped == {HALVES[half]}
     assert model.residuals.keys() == dict(model.named_parameters()).keys()
@@ -62,7 +62,7 @@ def test_safe_adamw_steps_half_weights_and_the_residuals_of_checkpoints(half: An
 def test_safe_adamw_ends_near_torch_adamw(half: Any, way: Any) -> None:
     ends = []
     for kind in (AdamW, SafeAdamW):
-        model = Looking(make=lambda p, kind=kind: kind(p, lr=0.01))
+        model = RecordsOptimizerState(make=lambda p, kind=kind: kind(p, lr=0.01))
         start = parameters_of(model)
         fit(model, PureFP16(half=half, write_back=way), loader(16))
         ends.append(parameters_of(model))
@@ -76,7 +76,7 @@ def test_safe_adamw_ends_near_torch_adamw(half: Any, way: Any) -> None:
 @pytest.mark.parametrize("way", ["kahan", "stochastic", "nearest"])
 def test_write_back_of_the_plugin_overrides_that_of_the_optimizer(way: Any) -> None:
     other = "nearest" if way == "kahan" else "kahan"
-    model = Looking(make=lambda p: SafeAdamW(p, lr=0.01, write_back=other))
+    model = RecordsOptimizerState(make=lambda p: SafeAdamW(p, lr=0.01, write_back=other))
     trainer = fit(model, PureFP16(write_back=way), loader(3))
     assert trainer.optimizers[0].param_groups[0]["write_back"] == way
     assert bool(model.residuals) == (way == "kahan")
@@ -113,7 +113,7 @@ def test_loaded_state_shares_the_residuals_of_the_model() -> None:
 
 
 def test_frozen_weight_has_no_state() -> None:
-    model = Looking()
+    model = RecordsOptimizerState()
     model.network[0].weight.requires_grad_(False)
     trainer = fit(model, PureFP16(), loader(2))
     assert model.network[0].weight not in trainer.optimizers[0].state
@@ -125,11 +125,11 @@ def test_frozen_weight_has_no_state() -> None:
 @pytest.mark.parametrize("target", ["fp32", "PureFP16"])
 def test_run_resumes_in_the_other_precision(source: str, target: str, tmp_path: Path) -> None:
     plugins = {"fp32": lambda: None, "PureFP16": PureFP16}
-    path, reference = tmp_path / "run.ckpt", Looking()
+    path, reference = tmp_path / "run.ckpt", RecordsOptimizerState()
     start = parameters_of(reference)
     fit(reference, None, loader(6), max_epochs=2)
-    fit(Looking(), plugins[source](), loader(6)).save_checkpoint(path)
-    model = Looking(seed=3)
+    fit(RecordsOptimizerState(), plugins[source](), loader(6)).save_checkpoint(path)
+    model = RecordsOptimizerState(seed=3)
     fit(model, plugins[target](), loader(6), ckpt_path=path, max_epochs=2)
     distance = (parameters_of(model) - parameters_of(reference)).norm()
     assert distance < 2**-6 * (parameters_of(reference) - start).norm()

@@ -1,6 +1,6 @@
-"""What interpreted tests share: Triton's CPU interpreter with its faults repaired, and shards.
+"""Shared by the interpreted tests: repairs of Triton's CPU interpreter, and shards with references.
 
-Compiled kernels have none of these faults; `test_interpreted_repairs.py` shows each of them.
+Compiled kernels do not have the interpreter's faults; `test_interpreted_repairs.py` shows each one.
 
 Shapes:
     b: rows. m: columns. D: width.
@@ -32,29 +32,31 @@ __all__ = [
     "GRADIENT_ERROR",
     "LSE_ERROR",
     "Shard",
-    "force_twin",
+    "force_variant",
     "gradient_error",
     "make_shard",
     "repaired_interpreter",
     "shard_of",
 ]
 
-# Of float64 log-sum-exps, in nats, where logits reach +-100: fp32 values around 100 log2(e) are
-# 1.5e-5 apart, and a logit is rounded about three times.
+# Error of log-sum-exps against float64, in nats, for logits of up to +-100: fp32 values near
+# 100 log2(e) are 1.5e-5 apart, and a logit is rounded about three times.
 LSE_ERROR = 6e-5
-# As `gradient_error` gives it. A softmax value is off by half a unit in the last place of the
-# 16-bit format, 2^-8 or 2^-11, and like its logit; that of fp32 features is kept in two halves.
+# Largest result of `gradient_error`. A softmax value has the rounding error of its 16-bit dtype,
+# half a unit in the last place (2^-8 or 2^-11), and the error of its logit. For fp32 features the
+# softmax is stored in two halves.
 GRADIENT_ERROR = {torch.bfloat16: 4.1e-3, torch.float16: 6e-4, torch.float32: 8e-5}
 
 
 def repaired_interpreter(rows: int | None = 64) -> Iterator[None]:
-    """Repair the interpreter until the generator goes on: the body of a fixture or a context.
+    """Repair the interpreter until the generator continues: the body of a fixture or a context.
 
-    Shards are swept as large ones are, with both twins, however small they are. Time goes by the
-    number of operations, whatever their size: integers are not checked for overflow one by one.
+    Small shards also launch both variants of the softmax kernel, as large shards do. The
+    interpreter's time depends on the number of operations and not on their size, so integers are
+    not checked for overflow one by one.
 
     Args:
-        rows: What a program takes that works beside the sweeps; `None` for as few as on a GPU.
+        rows: Rows of a program of the kernels outside the sweeps; `None` for as few as on a GPU.
     """
     from triton import language as tl
     from triton.runtime import interpreter
@@ -80,9 +82,9 @@ def repaired_interpreter(rows: int | None = 64) -> Iterator[None]:
             patch.setattr(pair_kernels, "_ROWS", rows)
             patch.setattr(pair_kernels, "_FINISH_ROWS", rows)
             patch.setattr(lse_kernels, "_MERGE_BLOCK", rows)
-        # The tiles are small: threads would only wait for each other.
+        # The tiles are so small that threads would only wait for each other.
         torch.set_num_threads(1)
-        # Fills empty tensors with NaN. They would often hold what an earlier call had written.
+        # Fills empty tensors with NaN; otherwise they often hold the results of an earlier call.
         torch.use_deterministic_algorithms(True)
         try:
             yield
@@ -92,7 +94,7 @@ def repaired_interpreter(rows: int | None = 64) -> Iterator[None]:
 
 
 def _with_wide_operands(create_dot: Callable[..., Any]) -> Callable[..., Any]:
-    """Widen bf16, which is stored as uint16 and would be multiplied as such (triton#11584)."""
+    """Widen bf16 operands, which the interpreter multiplies as uint16 (triton#11584)."""
     from triton import language as tl
     from triton.runtime.interpreter import TensorHandle
 
@@ -110,7 +112,7 @@ def _with_wide_operands(create_dot: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_rounding(cast: Callable[..., Any]) -> Callable[..., Any]:
-    """Round fp32 to the nearest bf16, ties to even; the interpreter cuts 16 bits off."""
+    """Round fp32 to the nearest bf16, ties to even; the interpreter truncates to 16 bits."""
     from triton import language as tl
     from triton.runtime.interpreter import TensorHandle
 
@@ -126,19 +128,19 @@ def _with_rounding(cast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_index(patch_tensor: Callable[..., None]) -> Callable[..., None]:
-    """Let scalars be counted with: they are arrays, and numpy 2.4 has no `int(array([3]))`."""
+    """Make scalars usable as indices: they are arrays, and numpy 2.4 has no `int(array([3]))`."""
 
     @functools.wraps(patch_tensor)
     def repaired(tensor: Any, *scope: Any) -> None:
         patch_tensor(tensor, *scope)
-        # Triton takes its own `__index__` back after the launch, and this one with it.
+        # Triton restores `__index__` after the launch, so this replacement ends with the launch.
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     return repaired
 
 
 def _with_tensors(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a constant and a tensor make a tensor; before triton 3.9 they made a constant of one."""
+    """Return a tensor from a constant and a tensor; before triton 3.9 it was inside a constant."""
     from triton import language as tl
 
     @functools.wraps(operator)
@@ -150,9 +152,9 @@ def _with_tensors(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once_a_launch(patch_language: Callable[..., Any]) -> Callable[..., Any]:
-    """Patch Triton's language as a launch begins; each call of a function did it again, slowly.
+    """Patch Triton's language once a launch instead of at each call of a function, which is slow.
 
-    What a function's module lacks of the language, those of others have: all of it is patched.
+    The whole language is patched, because the modules of different functions use different parts.
     """
     from triton import language as tl
     from triton.runtime.interpreter import GridExecutor
@@ -168,7 +170,7 @@ def _once_a_launch(patch_language: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kept_by_name(dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Look up a dtype's array dtype once; each of its operations made a table of all."""
+    """Cache the numpy dtype of each dtype; the interpreter builds a table of all at each lookup."""
     known: dict[str, Any] = {}
 
     @functools.wraps(dtype_of)
@@ -182,7 +184,7 @@ def _kept_by_name(dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _without_warnings(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Run kernels as a GPU does: log2(0), overflow and NaN are values to go on with."""
+    """Run kernels without numpy's warnings about log2(0), overflow and NaN, as on a GPU."""
 
     @functools.wraps(launch)
     def repaired(*args: Any, **kwargs: Any) -> Any:
@@ -195,13 +197,14 @@ def _without_warnings(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass
 class Shard:
-    """One shard with what the sweeps are to make of it, in float64.
+    """One shard, and the expected results of the sweeps in float64.
 
     Args:
         logits: `scale * rows @ columns.T`, positives included.
-        positives: Where the positives are.
-        start: Log-sum-exps of rows and columns to add to: some as large as the shard's, some -inf.
-        lse: Log-sum-exps for the gradients: positives included, and a little more.
+        positives: Mask of the positives.
+        start: Log-sum-exps of rows and columns to which the sweep adds; some are as large as the
+            shard's, some are -inf.
+        lse: Log-sum-exps for the gradients, of positives, negatives and further shards.
     """
 
     rows: Tensor
@@ -227,23 +230,23 @@ class Shard:
 
     @property
     def swept(self) -> Logits:
-        """What the sweeps take."""
+        """The argument of the sweeps."""
         return Logits(self.rows, self.columns, self.scale, self.diagonal)
 
     def lse_sweep(self, tiles: Any) -> tuple[Tensor, Tensor]:
-        """Return what a backend makes of `start`."""
+        """Return `start` with the shard added by a backend."""
         row_lse, column_lse = (lse.clone() for lse in self.start)
         tiles.lse_sweep(self.swept, row_lse, column_lse)
         return row_lse, column_lse
 
     def grad_sweep(self, tiles: Any) -> tuple[Tensor, Tensor]:
-        """Return the gradients that a backend adds up from zero."""
+        """Return the gradients that a backend adds to zeros."""
         gradients = torch.zeros(self.rows.shape), torch.zeros(self.columns.shape)
         tiles.grad_sweep(self.swept, *self.lse, *gradients)
         return gradients
 
     def lse_error(self, lses: tuple[Tensor, Tensor]) -> float:
-        """Return the largest error of log-sum-exps that `lse_sweep` made of `start`, in nats."""
+        """Return the largest error of the log-sum-exps of `lse_sweep`, in nats."""
         errors = []
         for lse, start, dim in zip(lses, self.start, (1, 0), strict=True):
             expected = torch.logaddexp(start, self.negatives.logsumexp(dim))
@@ -251,7 +254,7 @@ class Shard:
         return torch.cat(errors).amax().item()
 
     def grad_error(self, gradients: tuple[Tensor, Tensor]) -> float:
-        """Return the largest `gradient_error` of what `grad_sweep` added up."""
+        """Return the largest `gradient_error` of the result of `grad_sweep`."""
         return max(
             gradient_error(gradients[0], self.softmax, self.columns),
             gradient_error(gradients[1], self.softmax.T, self.rows),
@@ -266,7 +269,7 @@ def make_shard(
     scale: float = 100.0,
     diagonal: int | None = 0,
 ) -> Shard:
-    """Return a shard of normalised features, fresh random ones."""
+    """Return a shard of random normalised features."""
     rows, columns = (normalize(torch.randn(n, width), dim=1).to(dtype) for n in (b, m))
     return shard_of(rows, columns, scale, diagonal)
 
@@ -289,20 +292,20 @@ def shard_of(rows: Tensor, columns: Tensor, scale: float, diagonal: int | None =
 
 
 def gradient_error(gradient: Tensor, softmax: Tensor, features: Tensor) -> float:
-    """Return the largest error of a row of `softmax @ features`, relative to what it is made of.
+    """Return the largest error of a row of `softmax @ features`, relative to its terms.
 
-    That is `sum_j P_ij |features_j|`, so that the sum may cancel; rows below a thousandth of the
-    largest are held to that.
+    The error of row i is divided by `sum_j P_ij |features_j|`, because the terms may cancel, or by
+    a thousandth of the largest such sum if that is larger.
     """
     features = features.double()
-    made_of = softmax @ features.norm(dim=1)
+    terms = softmax @ features.norm(dim=1)
     errors = (gradient.double() - softmax @ features).norm(dim=1)
-    floor = max(1e-3 * made_of.amax().item(), torch.finfo(torch.float64).tiny)
-    return (errors / made_of.clamp_min(floor)).amax().item()
+    floor = max(1e-3 * terms.amax().item(), torch.finfo(torch.float64).tiny)
+    return (errors / terms.clamp_min(floor)).amax().item()
 
 
-def force_twin(monkeypatch: pytest.MonkeyPatch, *, is_wide: bool) -> None:
-    """Send all gradient sweeps to one of the twins, whatever the log-sum-exps."""
+def force_variant(monkeypatch: pytest.MonkeyPatch, *, is_wide: bool) -> None:
+    """Make all gradient sweeps use one variant of the softmax kernel, for any log-sum-exps."""
     original = SoftmaxFactors.of
 
     def forced(*arguments: Any, **options: Any) -> SoftmaxFactors:

@@ -16,7 +16,7 @@ from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,
-    force_twin,
+    force_variant,
     make_shard,
     shard_of,
 )
@@ -123,7 +123,7 @@ def test_no_common_fp32_rounding_error_in_a_row_or_shard(
     for lse, dim in zip(shard.lse_sweep(TritonTiles()), (1, 0), strict=True):
         assert (lse - shard.logits.logsumexp(dim)).mean().abs() < 3e-6
 
-    force_twin(monkeypatch, is_wide=is_wide)
+    force_variant(monkeypatch, is_wide=is_wide)
     gradients = shard.grad_sweep(TritonTiles())
     for gradient, lse, dim in zip(gradients, shard.lse, (1, 0), strict=True):
         sums = 0.5 * shard.softmax.sum(dim)

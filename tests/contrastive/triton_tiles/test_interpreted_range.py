@@ -21,7 +21,7 @@ from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,
     Shard,
-    force_twin,
+    force_variant,
     make_shard,
     shard_of,
 )
@@ -192,7 +192,7 @@ def test_both_variants_are_accurate_for_close_log_sum_exps(
     shard, tiles = make_shard(65, 140, 72, dtype, diagonal=1), TritonTiles(arch=arch)
     assert not _is_wide(shard)
     for is_wide in (False, True):
-        force_twin(monkeypatch, is_wide=is_wide)
+        force_variant(monkeypatch, is_wide=is_wide)
         assert shard.grad_error(shard.grad_sweep(tiles)) < GRADIENT_ERROR[dtype]
         monkeypatch.undo()
 
@@ -208,7 +208,7 @@ def test_only_the_wide_variant_is_accurate_for_distant_log_sum_exps(
     assert _is_wide(shard)
     limit = GRADIENT_ERROR[dtype] + 4 * LSE_ERROR  # logits up to 500
     assert shard.grad_error(shard.grad_sweep(tiles)) < limit
-    force_twin(monkeypatch, is_wide=False)
+    force_variant(monkeypatch, is_wide=False)
     assert not shard.grad_error(shard.grad_sweep(tiles)) < 10 * limit
 
 
@@ -217,7 +217,7 @@ def test_small_shards_use_the_wide_variant_only(
     dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard, tiles = make_shard(65, 140, 72, dtype, diagonal=1), TritonTiles(arch=arch)
-    force_twin(monkeypatch, is_wide=True)
+    force_variant(monkeypatch, is_wide=True)
     expected = shard.grad_sweep(tiles)
     monkeypatch.undo()  # by themselves they would lie close enough for one exponential
     twins: list[bool] = []

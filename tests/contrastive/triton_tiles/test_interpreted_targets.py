@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_mp import ContrastiveLoss
-from tests.contrastive.pair_cases import CASES, Case, check, found
+from tests.contrastive.pair_cases import CASES, PairCase, check, loss_and_gradients
 from tests.contrastive.test_ids import LOSSES, dense, few_ids
 from tests.contrastive.test_targets import check_copies
 from tests.reference.contrastive import relative_error
@@ -29,9 +29,9 @@ def _each_once() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "dtype"), _each_once(), ids=str)
 def test_loss_equals_dense_targets(name: str, dtype: torch.dtype) -> None:
-    case = Case(name, [(75, 91)], 0)
+    case = PairCase(name, [(75, 91)], 0)
     loss_fn = ContrastiveLoss(backend="triton", tile_dtype="fp32", **case.setup)
-    check(found(case, loss_fn, dtype, 20.0), case.expected(dtype, 20.0, "both"), dtype)
+    check(loss_and_gradients(case, loss_fn, dtype, 20.0), case.expected(dtype, 20.0, "both"), dtype)
 
 
 @pytest.mark.parametrize("name", LOSSES)
