@@ -20,13 +20,13 @@ DIRECTIONS = ("both", "image_to_text", "text_to_image")
 def ranking_loss(
     image: Tensor, text: Tensor, scale: Tensor, direction: str, positives: Tensor
 ) -> Tensor:
-    """`MultipleNegativesRankingLoss`: anchors among all candidates, and the way back for pairs.
+    """`MultipleNegativesRankingLoss`: from anchors to all candidates, and from positives back.
 
     Args:
         image: The anchors, (B, D).
         text: The candidates, (N, D).
         scale: One value.
-        direction: Which way.
+        direction: The direction of the loss.
         positives: The candidate of each anchor.
     """
     scores = scale * image @ text.T
@@ -63,7 +63,7 @@ def test_loss_equals_the_ranking_loss(
     right = ranking_loss(*doubles, direction, torch.arange(b))
     expected = [right.detach(), *torch.autograd.grad(right, doubles)]
     for value, other in zip(found, expected, strict=True):
-        # Logits near 20 are rounded to multiples of 2e-6, and of the scale's gradient much cancels.
+        # Logits near 20 are multiples of 2e-6 in fp32, and terms of the scale's gradient cancel.
         bound = 4e-5 if value.dtype == torch.float32 else max(torch.finfo(dtype).eps, 1e-12)
         assert (value - other).norm() <= bound * other.norm() + 1e-12
 
@@ -141,7 +141,7 @@ def test_losses_can_be_configured_in_yaml(name: str, options: dict[str, Any]) ->
     parser = ArgumentParser()
     parser.add_argument("--loss", type=nn.Module)
     config = {"class_path": f"lightning_mp.{name}", "init_args": options}
-    # jsonargparse has renamed it, and warns of the old name.
+    # jsonargparse has renamed this method and warns about the old name.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     loss = instantiate(parser.parse_object({"loss": config})).loss
     assert type(loss).__name__ == name

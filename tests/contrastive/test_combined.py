@@ -1,4 +1,4 @@
-"""Directions in one softmax, pairs of one side and hardness: a dense formula, and a peer's loss."""
+"""`partition`, `within` and `hardness` equal a dense formula and sentence-transformers' loss."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def dense(
     within: str = "none",
     hardness: float = 0.0,
 ) -> Tensor:
-    """Return the loss by its definition; `own` are the rows of the images' own texts."""
+    """Return the loss by its definition; `own` are the rows of the positives of the images."""
     rows = torch.arange(len(image))
     is_own = F.one_hot(own, len(text)).bool()
 
@@ -137,7 +137,7 @@ def test_fp32_and_bf16_are_close_to_the_dense_formula(case: str, dtype: torch.dt
     wanted = expected(sizes, case, True)
     eps = torch.finfo(dtype).eps
     for value, one in zip(found(sizes, loss_fn, True, dtype=dtype), wanted, strict=True):
-        # Rounded features move logits of 13 by eps each.
+        # Rounding the features of both towers changes logits of 13 by up to 13 eps each.
         assert relative_error(value, one) < 26 * eps
 
 
@@ -234,7 +234,7 @@ def test_loss_equals_sentence_transformers(case: str, texts: int) -> None:
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     setup = CASES[case]
     if texts > 9 and setup["within"] in ("text", "both"):
-        return  # it leaves a text's own hard negatives out
+        return  # the peer masks the hard negatives of a text's own pair
     back = ("doc_to_query",) if setup["directions"] == "both" else ()
     peer = losses.MultipleNegativesRankingLoss(
         None,
@@ -248,7 +248,7 @@ def test_loss_equals_sentence_transformers(case: str, texts: int) -> None:
     inputs = [image.requires_grad_(), text.requires_grad_()]
     theirs = peer.compute_loss_from_embeddings([image, *text.split(9)], None)
     scale = torch.tensor(SCALE, dtype=torch.float64)
-    # Its cosine normalises; the gradients of a normalised row along itself are left out there.
+    # The peer normalises inside, which removes the component of a gradient along its row.
     ours = ContrastiveLoss(**setup)(*(F.normalize(x, dim=1) for x in inputs), scale)
     for value, wanted in zip(
         differentiated(ours, *inputs), differentiated(theirs, *inputs), strict=True

@@ -57,7 +57,7 @@ def _ranks_own(tensor: Tensor, sizes: list[int], rank: int) -> Tensor:
     return tensor[start : start + sizes[rank]]
 
 
-# Of the exchange, and bytes of workspace: 9 kB cut the shards of these tests into 2 to 6 slices.
+# A workspace of 9 kB cuts the shards of these tests into 2 to 6 slices.
 EXCHANGES: dict[str, dict[str, Any]] = {
     "ring": {"exchange": "ring"},
     "one slice": {"exchange": "slices"},
@@ -185,12 +185,12 @@ def test_two_ranks_use_the_minimum_of_collectives() -> None:
     counted = {
         name: Counter(calls) for name, calls in run_ranks(_count_communication, 2)[0].items()
     }
-    # The facts, and the sums for the loss and the scale.
+    # One collective for the facts, and one for the sums of the loss and of the scale's gradient.
     always = Counter({"_allgather_base_": 1, "allreduce_": 1})
-    # Texts, column sums home, log-sum-exps, dT home.
+    # Texts, column sums to their ranks, log-sum-exps, gradients of texts to their ranks.
     a_slice = {"_allgather_base_": 2, "alltoall_base_": 1, "_reduce_scatter_base_": 1}
     assert counted["one slice"] == always + Counter(a_slice)
-    # The texts of other ranks W - 1 times, column sums and dT W times, log-sum-exps beside texts.
+    # Texts and log-sum-exps of other ranks W - 1 times; column sums and gradients W times.
     assert counted["ring"] == always + Counter({"send": 7, "recv_": 7})
 
 
@@ -219,9 +219,9 @@ def _order_of_events(rank: int) -> list[str]:
 @pytest.mark.distributed
 def test_ring_transfers_overlap_with_sweeps() -> None:
     forward = [
-        *("send 1", "sweep", "send 2"),  # texts travel during the first sweep, column sums after
-        *("wait 1", "sweep", "wait 2"),  # and during the second
-        *("send 3", "wait 3"),  # home
+        *("send 1", "sweep", "send 2"),  # texts travel during the first step
+        *("wait 1", "sweep", "wait 2"),  # column sums travel during the second step
+        *("send 3", "wait 3"),  # column sums return to their rank
     ]
     backward = [
         *("send 4", "sweep", "send 5"),
@@ -255,7 +255,7 @@ def test_process_group_limits_the_batch_to_its_ranks() -> None:
 
 def _locked_tower_on_one_rank(rank: int) -> list[Tensor | None]:
     image, text = (x[rank * 4 : rank * 4 + 4] for x in _pairs(8, 3))
-    # Only rank 1 trains its texts, and nobody its images: the ranks must still meet.
+    # Only rank 1 trains its texts and no rank its images; all ranks must still call collectives.
     text = text.clone().requires_grad_(rank == 1)
     scale = torch.tensor(5.0, requires_grad=True)
     make_loss("many slices")(image, text, scale).backward()
@@ -331,7 +331,7 @@ def test_padding_compact_and_spread_are_inverse_and_in_place(sizes: list[int]) -
         assert block.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
         assert block.sort().values.equal(torch.cat(numbers).sort().values)
         assert block[padding.own_start :][:size].equal(numbers[rank])
-        # What lies outside of the block does not have to last until it is spread.
+        # `spread` must not need the rows outside of the compact block.
         buffer[: padding.window.start], buffer[padding.window.stop :] = -2, -2
         spread = padding.spread(buffer).view_as(padded)
         assert all(x[: len(y)].equal(y) for x, y in zip(spread, numbers, strict=True))

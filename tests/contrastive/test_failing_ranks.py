@@ -66,7 +66,7 @@ def _with_own_scalars(rank: int) -> list[str]:
     scale, bias = torch.tensor(10.0 + rank), torch.tensor(-10.0 - rank / 2**20)
     said = [_error(lambda: ContrastiveLoss()(*features(rank), scale))]
     said.append(_error(lambda: SigmoidContrastiveLoss()(*features(rank), 10.0, bias)))
-    ContrastiveLoss()(*features(rank), torch.tensor(torch.nan))  # alike on all ranks
+    ContrastiveLoss()(*features(rank), torch.tensor(torch.nan))  # equal on all ranks
     return said
 
 
@@ -131,7 +131,7 @@ def test_cpu_features_with_an_nccl_group_raise_on_all_ranks(
         "with an NCCL process group" if all(towers_on_cpu) else "Both must be on one device"
     ) in own
     assert [facts.tolist() for facts in nccl] == [[0] * len(agreement.Facts())]
-    # The fake device does not reach inside of operators, so the other rank calls what they call.
+    # Operators do not see the fake device, so the other rank calls the function inside.
     request = Request.of(ContrastiveLoss(), *on_gpu, 10.0, None).checked()
     other = _error(lambda: agreement.agreed_plan(request, None))
     assert "Rank 0 of 2 passed arguments that `ContrastiveLoss` cannot use" in other

@@ -98,5 +98,5 @@ def test_warning_on_cuda_comes_with_a_later_call_without_a_sync(gpu: FakeCuda) -
         assert message in warning
         assert (gpu.syncs, gpu.waits) == waited
         launches = sum(gpu.launches.values())
-        said(loss, features, scale, calls=1)  # the third does not look
+        said(loss, features, scale, calls=1)  # the third call is not checked
         assert sum(gpu.launches.values()) - launches < second

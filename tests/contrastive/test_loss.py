@@ -16,8 +16,8 @@ from tests.reference.contrastive import reference, relative_error
 # Some scales and features here are meant to be extreme.
 pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise features)")
 
-# Rounding of the inputs is not counted: the reference sees the rounded ones. Gradients come back
-# in the dtype of the features, so its rounding is.
+# The reference gets the rounded inputs, so their rounding does not count. Gradients are rounded to
+# the dtype of the features.
 GRADIENT_TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -59,7 +59,7 @@ def errors(
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("b", "width", "scale"),
-    # A few pairs may have converged by chance at a large scale: `test_converged_pairs` has those.
+    # At a larger scale, a few pairs may have converged by chance; other tests cover such pairs.
     [(1, 8, 2.0), (2, 8, 2.0), (65, 1, 2.0)]
     + [(b, width, scale) for b, width in ((193, 72), (257, 130)) for scale in (14.0, 100.0, -20.0)],
 )
@@ -86,7 +86,7 @@ def test_loss_of_a_wide_batch_equals_float64_reference() -> None:
 def test_loss_with_logits_of_ten_thousand_is_accurate(dtype: torch.dtype) -> None:
     image, text = make_features(193, 72, dtype, closeness=0.1, norm=10.0)
     result = errors(image, text, 100.0)
-    # fp32 logits near 1e4 are 1e-3 apart, and that is the relative error of their exponentials.
+    # fp32 logits near 1e4 are 1e-3 apart, so their exponentials have a relative error of 1e-3.
     assert result["loss"] < 1e-4
     assert max(result.values()) < 2e-2
 

@@ -64,11 +64,11 @@ def test_loss_equals_the_sum_over_prefixes(
         doubles = [x.detach().double().requires_grad_() for x in inputs]
         right = dense(*doubles, torch.arange(193), ids=ids, normalize=normalize)
         expected = [right.detach(), *torch.autograd.grad(right, doubles)]
-        # Normalised prefixes are rounded to bf16 as the features are; then logits of 20 are off by
-        # 20 eps, and the softmax by as much of itself.
+        # Normalised prefixes are rounded to bf16, so logits of 20 have an error of 20 eps, and the
+        # softmax has this relative error.
         rounded = 20 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
         for value, other in zip(found, expected, strict=True):
-            # The gradient of the scale, a leaf in fp32, is rounded to it, and much of it cancels.
+            # The scale's gradient is rounded to fp32, and its terms cancel.
             bound = rounded + (1e-12 if value.dtype == torch.float64 else 4e-5)
             assert relative_error(value, other) < bound
 
@@ -97,7 +97,7 @@ def test_products_add_up_over_the_widths() -> None:
     for opened in (visible(), contextlib.nullcontext()):
         with opened, FlopCounterMode(display=False, custom_mapping=counted) as counter:
             MatryoshkaLoss(widths=WIDTHS)(*inputs).backward()
-        # All tiles of all prefixes fit the workspace, so that none is multiplied again.
+        # All tiles of all prefixes fit the workspace, so the second sweep multiplies no tile.
         assert counter.get_total_flops() == 3 * 2 * b * b * sum(WIDTHS)
 
 
@@ -108,8 +108,8 @@ def test_memory_is_one_workspace_plus_a_linear_part() -> None:
     loss_fn = MatryoshkaLoss(loss=ContrastiveLoss(workspace_bytes=workspace), widths=WIDTHS)
     with visible(), PeakBytes() as made:
         loss_fn(image, text, 20.0).backward()
-    # Prefixes of images with gradients, those of one width's texts; gradients of full width, twice;
-    # a float64 copy of a chunk, and for each width six vectors in float64 in two layouts.
+    # Prefixes of images and their gradients, prefixes of texts for one width, two gradients of full
+    # width, a float64 copy of a chunk, and for each width six float64 vectors in two layouts.
     linear = 4 * b * (2 * sum(WIDTHS) + 8 * width) + 24 * len(WIDTHS) * b * 8
     assert made.peak < workspace + linear < len(WIDTHS) * workspace + linear < b * b * 4
 

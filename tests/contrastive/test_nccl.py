@@ -18,11 +18,11 @@ from lightning_mp import BalancedAMP, ContrastiveLoss, InfCLStrategy
 from tests.processes import run_ranks
 from tests.reference.contrastive import reference, relative_error
 
-# As for one process: see the README for what each dtype gives.
+# Relative errors of gradients by dtype, as on one process.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 WIDTH, SCALE = 32, 20.0
 
-# What the ranks do over gloo has tests of its own; this shows that the tests for GPUs run at all.
+# Other tests cover gloo; running these tests over gloo shows that the tests for GPUs can run.
 OVER_GLOO = pytest.param("gloo", marks=[pytest.mark.distributed, pytest.mark.sweep])
 OVER_NCCL = pytest.param("nccl", marks=pytest.mark.gpu)
 
@@ -85,7 +85,7 @@ def test_gradients_of_ranks_equal_one_process(backend: str, dtype: torch.dtype) 
         ranks = [results[case] for results in by_rank]
         for loss, *_ in ranks:
             assert relative_error(loss, expected.loss) < 1.5e-5
-        # DDP takes the mean over ranks, so each rank has as many times its part as there are ranks.
+        # DDP takes the mean over ranks, so the gradients of each rank are W times its part.
         image, text = (torch.cat([each[i] for each in ranks]) / len(ranks) for i in (1, 2))
         scale = torch.stack([each[3] for each in ranks]).mean()
         assert relative_error(image, expected.d_image) < TOLERANCE[dtype]

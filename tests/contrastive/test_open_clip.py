@@ -1,6 +1,6 @@
 """`ClipLoss`, created as in open_clip's `create_loss`, equals open_clip's formula.
 
-`test_open_clip_classes.py` sets both losses beside open_clip's own classes.
+`test_open_clip_classes.py` compares both losses with open_clip's own classes.
 """
 
 import warnings
@@ -44,7 +44,7 @@ def test_loss_and_gradients_equal_open_clips_formula() -> None:
     expected = formula(image, text, scale)
     gradients = torch.autograd.grad(expected, [image, text, scale])
     loss = factory(0, 1)(image, text, scale, output_dict=True)["contrastive_loss"]
-    # fp32: sums over a width of 16 and a batch of 12, some tens of roundings of 6e-8.
+    # In fp32, sums over a width of 16 and a batch of 12 have some tens of roundings of 6e-8.
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for value, reference in zip(
         torch.autograd.grad(loss, [image, text, scale]), gradients, strict=True

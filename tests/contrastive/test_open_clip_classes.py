@@ -1,10 +1,11 @@
 """Both losses replace those of open_clip on several ranks; arguments of `SigLipLoss`.
 
-What open_clip's own tests ask of a loss, as of its 4.2 (`tests/test_siglip_chunked_loss.py`, and
-the tests of its tasks): a size of chunks, whatever remains for the last, does not show in value and
-gradient; a task calls the loss by keywords for a dictionary, and adds up what ends in `_loss`. They
-call `SigLipLoss._loss`, which makes one rank's part of the loss; there is none here, for a loss is
-of all ranks. Where open_clip's losses import, these are compared with, else their formulae.
+The requirements are those of open_clip's own tests (version 4.2, `test_siglip_chunked_loss.py` and
+the tests of its tasks): the chunk size changes neither value nor gradients, also if the last chunk
+is shorter; a task calls the loss by keywords for a dictionary, and adds up the entries that end in
+`_loss`. Their calls of `SigLipLoss._loss`, the part of one rank, are left out, because the losses
+here are those of all ranks. The losses are compared with open_clip's classes if they can be
+imported, otherwise with their formulas.
 """
 
 import itertools
@@ -22,13 +23,13 @@ from tests.reference.contrastive import dense_loss, dense_sigmoid_loss
 
 try:
     from open_clip import loss as theirs
-except ImportError:  # not there, or without torchvision
+except ImportError:  # open_clip or torchvision is not installed
     theirs = None
 
 EXCHANGES = ("bidir", "shift", "reduce", "gather")
 BATCH, WIDTH = 10, 16
 SCALE, BIAS = 10.0, -10.0
-# fp32: a logit of 20 is rounded to 1e-6, and so are the loss of all pairs and its gradients.
+# In fp32, a logit of 20 has a rounding error of 1e-6, which loss and gradients inherit.
 RTOL = 1e-5
 
 

@@ -28,7 +28,8 @@ def leaves(b: int, width: int, dtype: torch.dtype = torch.float32) -> list[Tenso
 
 TRAINED = ("image text scale bias", "text scale", "image", "")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-# With and without a bias each of them in a dtype; `make sweep` has the other dtypes.
+# Each combination of trained inputs, with and without a bias, in one dtype; `make sweep` runs the
+# other dtypes.
 COMBINATIONS = [
     pytest.param(
         DTYPES[(turn + index + has_bias) % 3],
@@ -48,7 +49,7 @@ def opcheck(compute: Callable[[], Any], what: str) -> None:
         loss = compute()
     (inputs,) = operator.call_args_list
     with warnings.catch_warnings():
-        # Its own: autograd of the outputs without a gradient, and deprecated parts of torch.
+        # opcheck itself uses deprecated parts of torch, and autograd of outputs without a gradient.
         warnings.simplefilter("ignore")
         torch.library.opcheck(getattr(_operator, what), inputs.args)
     if not loss.requires_grad:
@@ -80,9 +81,9 @@ def test_compiled_loss_has_no_graph_break_and_equals_eager(loss_class: type) -> 
     def step(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         return 3 * loss_fn(F.normalize(image, dim=1), F.normalize(text, dim=1), scale.exp(), bias)
 
-    torch._dynamo.utils.counters.clear()  # of other tests in this process
+    torch._dynamo.utils.counters.clear()  # counts of other tests in this process
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
-    for b in (5, 12, 33):  # the batch size is no reason to compile again
+    for b in (5, 12, 33):  # another batch size must not cause a recompilation
         image, text, _, bias = leaves(b, 24)
         inputs = (image, text, torch.tensor(2.0, requires_grad=True), bias)
         results = []

@@ -15,7 +15,7 @@ from tests.reference.contrastive import relative_error
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # Dynamo looks, and hides the warning
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # Dynamo reads `.grad`
 ]
 
 GATE = ["smoothed_negatives", "shared_texts", "relative_with_guide"]
@@ -23,7 +23,7 @@ GATE = ["smoothed_negatives", "shared_texts", "relative_with_guide"]
 
 @pytest.fixture(autouse=True)
 def _no_graphs() -> None:
-    torch._dynamo.reset()  # it stops to compile a line after eight graphs
+    torch._dynamo.reset()  # Dynamo compiles the same code at most eight times
 
 
 def compiled(function: Any, **options: Any) -> Any:
@@ -96,7 +96,7 @@ def test_inputs_without_grad_get_no_gradient(trained: tuple[int, ...]) -> None:
         loss.backward()
     for place, (leaf, right) in enumerate(zip(leaves, every, strict=True)):
         assert (leaf.grad is not None) == (place in trained)
-        # The scale's comes from the products of the other side where one is locked.
+        # If one tower is locked, the scale's gradient comes from the products of the other tower.
         assert leaf.grad is None or relative_error(leaf.grad, right) < 1e-5
 
 

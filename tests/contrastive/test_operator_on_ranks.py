@@ -13,7 +13,7 @@ from tests.processes import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-SIZES = ([9, 9], [12, 5])  # the same on both ranks, and others in the next call
+SIZES = ([9, 9], [12, 5])  # equal sizes on both ranks, different sizes in the next call
 LOSSES = {"softmax": ContrastiveLoss, "sigmoid": SigmoidContrastiveLoss}
 POSITIVES = torch.tensor([[1, 3], [0, -1], [2, -1]])
 
@@ -74,7 +74,7 @@ def _others(rank: int) -> None:
 def _compare_all(rank: int, cases: list[Any], others: bool) -> None:
     torch.manual_seed(rank)
     for name, options, locked in cases:
-        torch._dynamo.reset()  # the code of `step` is one, and is compiled a few times only
+        torch._dynamo.reset()  # Dynamo compiles the code of `step`, shared by all cases, few times
         _compare(rank, name, dict(options), locked)
     if others:
         _others(rank)

@@ -39,9 +39,9 @@ def leaves(b: int, width: int, dtype: torch.dtype, scale: float, bias: float) ->
 
 
 def sizes_of_terms(inputs: list[Tensor]) -> dict[str, Tensor]:
-    """The sums of magnitudes of what the gradients of scale and bias are sums of.
+    """Return the sums of the magnitudes of the terms of the gradients of scale and bias.
 
-    An inner product that cancels is rounded as far as the norms are large.
+    The rounding error of an inner product is relative to the norms, even if its terms cancel.
     """
     image, text, scale, bias = (x.detach().double() for x in inputs)
     dots = image @ text.T
@@ -74,8 +74,8 @@ def test_sigmoid_loss_equals_open_clips_formula(
     loss_fn.workspace_bytes = workspace_bytes
     loss = loss_fn(*inputs)
     found = [loss.detach(), *torch.autograd.grad(loss, inputs)]
-    # A logit is rounded to fp32, an absolute error of its spacing and the relative one of what it
-    # contributes; gradients are rounded to the features' dtype.
+    # The rounding error of an fp32 logit is the relative error of its term. Gradients are also
+    # rounded to the dtype of the features.
     accumulation = torch.promote_types(dtype, torch.float32)
     error = 4 * max(abs(scale) + abs(bias), 1.0) * torch.finfo(accumulation).eps
     underflow = max(abs(scale), 1.0) * b * torch.finfo(accumulation).tiny
@@ -94,7 +94,7 @@ def test_converged_pairs_keep_relative_precision() -> None:
     found = [loss.detach(), *torch.autograd.grad(loss, inputs)]
     right = expected(inputs)
     assert right[0] < 1e-11
-    # Logits of 30 are rounded to multiples of 2e-6, about three times.
+    # Logits of 30 are rounded about three times to multiples of 2e-6.
     assert all(relative_error(*pair) < 1e-5 for pair in zip(found, right, strict=True))
 
 
@@ -123,7 +123,7 @@ def test_memory_is_the_workspace_plus_a_linear_part() -> None:
     image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))
     with visible(), PeakBytes() as made:
         SigmoidContrastiveLoss(workspace_bytes=2**20)(image, text, 1.0, -5.0).backward()
-    # Gradients as they wait and as they are returned, a float64 copy of a chunk, vectors.
+    # Gradients before and after the cotangent is applied, a float64 copy of a chunk, and vectors.
     assert made.peak < 2**20 + 8 * b * width * 4 + 24 * b * 8 < b * b * 4
 
 

@@ -23,7 +23,7 @@ BIAS = -3.0
 
 
 def tie(width: int, dtype: torch.dtype, size: Tensor | float) -> Tensor | float:
-    """`tau` of the docstring, for logits that are at most `size`."""
+    """Return `tau` of the docstring of `LossStatistics`, for logits of at most `size`."""
     return (2 + math.sqrt(width) / 2) * torch.finfo(accumulation_dtype(dtype)).eps * size
 
 
@@ -38,7 +38,7 @@ def check(
     positives: Tensor | None = None,
     slack: float = 0.0,
 ) -> None:
-    """Compare statistics with those of all pairs in float64; `slack` is what a tile may add."""
+    """Compare statistics with float64; `slack` is an additional error of logits of the tiles."""
     b, dtype = len(image), image.dtype
     image, text = image.detach().double(), text.detach().double()
     rows = torch.arange(b)
@@ -53,7 +53,7 @@ def check(
     size = abs(scale) * image.norm(dim=1) * text[positives].norm(dim=1) + abs(BIAS)
     unsure = tie(image.shape[1], dtype, size) + slack
     for hits, value in zip(gaps, found[:2], strict=True):
-        # Within what rounding explains, both answers are right.
+        # If the gap is within the rounding error, a hit and a miss are both right.
         least, most = ((hits > 2 * unsure + sign * unsure).double().mean() for sign in (1, -1))
         assert least <= value.double() * (1 + 1e-6) + 1e-9
         assert value.double() * (1 - 1e-6) - 1e-9 <= most
@@ -63,7 +63,7 @@ def check(
     else:
         right = [pos.sigmoid().mean()] * 2
     largest = torch.maximum(pos.amax(), rivals.amax())
-    error = 4 * unsure.amax()  # of a logit, and so of the logarithm of a probability
+    error = 4 * unsure.amax()  # error of a logit and of the logarithm of a probability
     for value, other in zip(found[2:], [*right, largest], strict=True):
         assert value.dtype == accumulation_dtype(dtype)
         assert (value - other).abs() <= error * other.abs().clamp_min(1.0)

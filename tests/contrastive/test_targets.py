@@ -110,7 +110,7 @@ def test_nan_is_not_a_false_negative(scale: float) -> None:
 
 
 def test_text_as_similar_as_the_positive_is_masked() -> None:
-    image = torch.eye(6)[[0, 0, 1, 2, 3, 4]]  # the first two are the same
+    image = torch.eye(6)[[0, 0, 1, 2, 3, 4]]  # the first two pairs are equal
     loss_fn = ContrastiveLoss(false_negatives="relative", margin=0.1)
     assert loss_fn(image, image, 100.0) < 1e-30
     assert ContrastiveLoss()(image, image, 100.0).item() == pytest.approx(math.log(2) / 3, rel=1e-5)
@@ -118,7 +118,7 @@ def test_text_as_similar_as_the_positive_is_masked() -> None:
 
 def test_relative_threshold_of_a_negative_similarity_is_below_it() -> None:
     image = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    # The positive's similarity is -0.5, and its negative's -0.52: within a tenth of its magnitude.
+    # The positive has a similarity of -0.5 and the negative of -0.52, less than a tenth below.
     text = torch.tensor([[-0.5, 0.8], [-0.52, 0.9]])
     call = (image, text, 3.0)
     options: dict[str, Any] = {"false_negatives": "relative", "directions": "image_to_text"}
@@ -180,7 +180,7 @@ def test_thresholds_need_no_memory_beyond_the_workspace() -> None:
     loss_fn = ContrastiveLoss(workspace_bytes=2**20, false_negatives="absolute", margin=0.1)
     with visible(), PeakBytes() as made:
         loss_fn(image, text, 20.0, guide_image=guide, guide_text=guide).backward()
-    # Gradients as they are summed and as they are returned, a float64 copy of a chunk, vectors.
+    # Gradients before and after the cotangent is applied, a float64 copy of a chunk, and vectors.
     assert made.peak < 2**20 + 8 * b * width * 4 + 40 * b * 8 < b * b * 4
 
 
@@ -249,7 +249,7 @@ def test_text_whose_id_masks_all_images_has_an_empty_target(directions: str) -> 
     options: Any = {"directions": directions, "label_smoothing": 0.2}
     loss = ContrastiveLoss(**options)(image, text, 1.0, ids=torch.tensor([7, 7, 7, 5, 7]))
     logits = image @ text.T
-    rows = torch.stack([logits.diagonal(), logits[:, 3]], 1)  # a column has its own image alone
+    rows = torch.stack([logits.diagonal(), logits[:, 3]], 1)  # a text has only its own image
     right = F.cross_entropy(rows, torch.zeros(3, dtype=torch.long), label_smoothing=0.2) / 2
     right = right if directions == "both" else 0 * right
     torch.testing.assert_close(loss, right)
@@ -258,10 +258,10 @@ def test_text_whose_id_masks_all_images_has_an_empty_target(directions: str) -> 
 
 
 def test_loss_with_negatives_equals_the_ranking_loss_with_hard_negatives() -> None:
-    """`MultipleNegativesRankingLoss` of anchors, positives and one negative an anchor, both ways.
+    """`MultipleNegativesRankingLoss` of anchors, positives and one negative for each anchor.
 
-    sentence-transformers lets an anchor see all negatives, (B, 2 B); with those of other anchors
-    left out it sees its own, (B, B + 1).
+    In sentence-transformers, all negatives are negatives of every anchor, with (B, 2 B) logits. If
+    each anchor has only its own negative, the logits are (B, B + 1).
     """
     anchor, positive, negative = (F.normalize(torch.randn(30, 8), dim=1).double() for _ in range(3))
     scale, target = 20.0, torch.arange(30)

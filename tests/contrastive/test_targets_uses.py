@@ -54,7 +54,7 @@ def test_inputs_without_grad_get_no_gradient_and_affect_no_other(name: str) -> N
         loss.backward()
         for leaf, right, is_trained in zip(leaves, expected, trains, strict=True):
             assert (leaf.grad is not None) == is_trained
-            # The scale's comes from the products of the other side where one is locked.
+            # If one tower is locked, the scale's gradient comes from the products of the other one.
             assert not is_trained or relative_error(leaf.grad, right) < 1e-5
 
 
@@ -183,6 +183,7 @@ def test_memory_is_linear_in_the_batch(option: str, dtype: torch.dtype) -> None:
         loss_fn(
             image.requires_grad_(), text.requires_grad_(), 20.0, **call.get(option, {})
         ).backward()
-    # As documented, and vectors of float64; the negatives' gradient before and after it is scaled.
+    # The documented memory, float64 vectors, and the gradient of `negatives` before and after the
+    # cotangent is applied.
     linear = 13 + 2 * k * (option == "negatives")
     assert made.peak < 2**20 + linear * b * width * 4 + 40 * b * 8 < b * b * 4

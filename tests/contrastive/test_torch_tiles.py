@@ -40,12 +40,12 @@ def test_sweeps_of_a_shard_equal_float64(b: int, m: int, diagonal: int | None) -
     tiles = TorchTiles(2**18)
     rows, columns, logits = _shard(b, m, 24, diagonal)
     swept = Logits(rows, columns, torch.tensor(1.5), diagonal)
-    # Both sweeps add to what is there.
+    # Both sweeps add to the existing values.
     row_lse, column_lse = torch.randn(b).double(), torch.randn(m).double()
     expected_row = torch.logaddexp(row_lse, logits.logsumexp(1))
     expected_column = torch.logaddexp(column_lse, logits.logsumexp(0))
     tiles.lse_sweep(swept, row_lse, column_lse)
-    # Logits here reach 40, whose fp32 neighbours are 3.8e-6 apart, before D sums are rounded.
+    # fp32 logits near 40 are 3.8e-6 apart, and the D sums of each logit are rounded.
     for lse, expected in ((row_lse, expected_row), (column_lse, expected_column)):
         assert (lse - expected).abs().max() < 4e-5
 
@@ -63,7 +63,7 @@ def test_sweeps_of_a_shard_equal_float64(b: int, m: int, diagonal: int | None) -
 @pytest.mark.parametrize("budget", [2**20, 2**24, 2**30])
 def test_tile_size_is_the_largest_that_fits_the_budget(width: int, budget: int) -> None:
     columns = TorchTiles(budget).tile_size(width, torch.float32, CPU)
-    budget = min(budget // 2, DEFAULT_WORKSPACE_BYTES["cpu"])  # the rest is for kept tiles
+    budget = min(budget // 2, DEFAULT_WORKSPACE_BYTES["cpu"])  # the rest is for stored tiles
     needed = [4 * (4 * t * t + 5 * t * width) for t in (columns, columns + 64)]
     assert columns % 64 == 0
     assert columns == 64 or needed[0] <= budget
@@ -105,7 +105,7 @@ def test_memory_is_the_workspace_plus_a_linear_part(b: int, dtype: torch.dtype) 
     image, text = (torch.randn(b, width, dtype=dtype, requires_grad=True) for _ in range(2))
     with visible(), PeakBytes() as bytes_made:
         ContrastiveLoss(workspace_bytes=workspace)(image, text, torch.tensor(0.1)).backward()
-    # Gradients in fp32 and in the features' dtype, float64 copies of a chunk, vectors in float64.
+    # Gradients in fp32 and in the dtype of the features, float64 copies of a chunk and vectors.
     linear = b * width * 4 * 8 + 24 * b * 8
     assert b * b * 4 > workspace + linear or b == 512, "a b x b matrix must be what breaks this"
     assert bytes_made.peak < workspace + linear
@@ -118,10 +118,10 @@ def test_operator_saves_only_two_gradients_for_the_backward(loss: type[Contrasti
     image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))
     with PeakBytes() as bytes_made:
         value = loss()(image, text, torch.tensor(0.1))
-        # Beside the features, which are seen too.
+        # In addition to the features, which are counted as well.
         assert 0 <= bytes_made.alive() - 4 * b * width * 4 < 256
         value.backward()
-    # And what is returned; vectors of the checks of its inputs.
+    # The two gradients before and after the cotangent is applied, and vectors of the input checks.
     assert bytes_made.peak < 6 * b * width * 4 + 24 * b
 
 
@@ -137,7 +137,7 @@ def test_loss_takes_four_units_of_work_and_fewer_with_stored_tiles_or_a_locked_t
     trained: str, units: int, keeps: str | None
 ) -> None:
     b, width = 333, 48
-    # 31 tiles of 64 x 112 or less; a workspace of 1 MiB keeps half a MiB of 444 kB.
+    # 31 tiles of at most 64 x 112 take 444 kB; a workspace of 1 MiB stores up to half a MiB.
     workspace_bytes = {None: 1, "some": 400_000, "all": 2**20}[keeps]
     tiles = TorchTiles(workspace_bytes)
     size = tiles.stored_values(b, b, torch.float32, CPU)
@@ -154,7 +154,7 @@ def test_loss_takes_four_units_of_work_and_fewer_with_stored_tiles_or_a_locked_t
         "scale": torch.ones(()),
     }
     inputs = {name: x.requires_grad_(name in trained.split()) for name, x in inputs.items()}
-    counted = {torch.ops.aten.addmm_: _addmm_flops}  # torch counts only the one out of place
+    counted = {torch.ops.aten.addmm_: _addmm_flops}  # torch counts only `addmm`
     loss_fn = ContrastiveLoss()
     loss_fn.workspace_bytes = workspace_bytes
     for opened in (visible(), contextlib.nullcontext()):
@@ -162,7 +162,7 @@ def test_loss_takes_four_units_of_work_and_fewer_with_stored_tiles_or_a_locked_t
             loss = loss_fn(*inputs.values())
             if trained:
                 loss.backward()
-        # What is multiplied, and what the operator tells those who count.
+        # The counted products of the ops inside, and the count that the operator itself reports.
         assert counter.get_total_flops() == round(units * 2 * b * b * width)
 
 
@@ -180,7 +180,7 @@ def test_stored_tiles_give_the_gradients_of_recomputed_tiles(case: str, dtype: t
     image, text = image.to(dtype), text.to(dtype)
     expected = reference(image, text, scale)
     found = {}
-    for workspace_bytes in (1, 400_000, 2**22):  # keeps none, some and all
+    for workspace_bytes in (1, 400_000, 2**22):  # stores no tile, some tiles, all tiles
         leaves = [x.clone().requires_grad_() for x in (image, text)]
         leaves.append(torch.tensor(scale, dtype=torch.float64).requires_grad_())
         loss_fn = ContrastiveLoss()
@@ -193,7 +193,7 @@ def test_stored_tiles_give_the_gradients_of_recomputed_tiles(case: str, dtype: t
         found[workspace_bytes] = [loss.detach(), *once]
     if case == "converged":
         assert expected.loss < 1e-10
-    # A logit is rounded to fp32 before its exponential: a relative error of its spacing.
+    # The rounding error of an fp32 logit is the relative error of its exponential.
     largest = (scale * image.double() @ text.double().T).abs().amax().item()
     spacing = largest * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     bounds = 4 * max(spacing, 1e-6), torch.finfo(dtype).eps

@@ -42,10 +42,10 @@ FORMATS = (
     (BF16, "auto"), (BF16, "fp32"), (BF16, "fp16"), (FP16, "auto"), (FP16, "fp32"),
     (FP16, "bf16"), (FP32, "auto"), (FP32, "tf32"), (FP32, "bf16"),
 )  # fmt: skip
-# On both sides of every `max_width`, no multiple of 16, small, and 20 slices of 64.
+# Widths below and above every `max_width`, no multiple of 16, small, and of 20 slices of 64.
 WIDTHS = 1, 48, 100, 256, 768, 1280
 TABLE_WIDTHS = 64, 768
-# Whole tiles; no multiple of 16; so small that only the wide softmax kernel runs; one pair.
+# Batches of whole tiles; no multiple of 16; so small that only the wide variant runs; one pair.
 BATCHES = 8192, 8187, 256, 1
 # A workspace that can store all logits of a batch, so that a call has a single block.
 ONE_BLOCK = {"backend": "triton", "workspace_bytes": 2**34}
@@ -73,7 +73,7 @@ def fullest_launches(arch: int) -> list[Launch]:
         for ids in ({}, {"ids": _ids(8192)}):
             call(judged, 8192, 768, BF16, statistics=True, **ids, **_guides(8192, BF16))
         call(SigmoidContrastiveLoss(**ONE_BLOCK, tile_dtype="fp32"), 8187, 768, BF16, **said)
-        call(ContrastiveLoss(**ONE_BLOCK), 8187, 768, FP32, **said)  # whose products are kept
+        call(ContrastiveLoss(**ONE_BLOCK), 8187, 768, FP32, **said)  # stores its products
     return [launch for launch in found.values() if launch.multiplies]
 
 
@@ -98,7 +98,7 @@ def _sweeps(arch: int) -> None:
                 # Small batches and thresholds use a row that is not autotuned.
                 if choice == 0 or batch != 256:
                     for width, keeps in itertools.product(TABLE_WIDTHS, (True, False)):
-                        if not keeps or dtype is FP32:  # no others are kept
+                        if not keeps or dtype is FP32:  # only fp32 features store products
                             loss = ContrastiveLoss(**options)
                             call(loss, batch, width, dtype, stores_tiles=keeps, **said)
                 if choice > 0:

@@ -66,7 +66,7 @@ def problems_of(launch: Launch, compiled: Compiled) -> list[str]:
 
 
 def _is_atomic_as_due(launch: Launch, compiled: Compiled) -> bool:
-    """Return whether only integers are updated atomically, and only by kernels that may."""
+    """Return whether only integers are updated atomically, and only by `COUNTING` kernels."""
     if launch.kernel in COUNTING:
         return {name.split(".")[-1] for name in compiled.atomics} <= {"s32", "u32"}
     in_cubin = [name for name in compiled.listing if _ATOMIC.match(name)]
@@ -89,7 +89,7 @@ def _problems_of_products(launch: Launch, compiled: Compiled) -> dict[str, bool]
         ),
         "copies operands as it should not": not _is_copied(launch, compiled),
         f"takes {compiled.count('MUFU.EX2')} exponentials": not (
-            # Thresholds and what is kept take some more, or less.
+            # Thresholds change the number of exponentials slightly.
             launch.has("row_thresholds") or _exponentials(launch, compiled, is_softmax)
         ),
     }
@@ -109,7 +109,7 @@ def _is_copied(launch: Launch, compiled: Compiled) -> bool:
 def _exponentials(launch: Launch, compiled: Compiled, is_softmax: bool) -> bool:
     rows, columns, _ = launch.tile or (0, 0, 0)
     elements = rows * columns // compiled.threads
-    # Recomputing a tile of the log-sum-exps takes one more for its rows and one for its columns.
+    # The second pass over a tile has one exponential for its rows and one for its columns.
     of_each = {"lse_kernel": 3, "sigmoid_kernel": 1}.get(launch.kernel, 1)
     if is_softmax and launch.constants["WIDE"]:
         of_each = 2

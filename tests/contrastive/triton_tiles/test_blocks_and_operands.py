@@ -103,7 +103,7 @@ def test_blocks_of_a_large_shard_are_nearly_square() -> None:
         side = values**0.5
         b, m = random.randint(round(2 * side), 2**18), random.randint(round(side), 2**18)
         n, c = block_shape(b, m, values)
-        # Even blocks of columns may be half as wide as they might be, and twice as tall.
+        # Equal blocks of columns may be half as wide and twice as tall as a square.
         assert 1 / n + 1 / c < 1.3 * 2 / side, (b, m, values)
 
 
@@ -127,11 +127,11 @@ def test_blocks_of_columns_are_even_and_aligned() -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "expected"),
     [
-        # 132 tiles of 128 x 256 at a time: 132 rows of tiles make 2, 3 and 4 waves.
+        # A wave is 132 tiles of 128 x 256, so 132 rows of tiles make 2, 3 and 4 waves.
         (17_408, 512, 16_896),
         (17_408, 768, 16_896),
         (17_408, 1024, 16_896),
-        # 66 x 2, 44 x 3 and 66 x 4 tiles.
+        # Rows of 66 x 2, 44 x 3 and 66 x 4 tiles.
         (8_704, 512, 8_448),
         (8_704, 768, 5_632),
         (8_704, 1024, 8_448),
@@ -161,7 +161,7 @@ def test_whole_waves_finds_the_fullest_last_wave() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "values"),
-    # Rounded to 64 values. As it stands, or copied to be padded; halves three times and twice.
+    # The guide itself; a copy that is padded to a multiple of 64; three halves and two halves.
     [(BF16, 0), (FP16, 2 * 128), (FP32, 5 * 128 + 128)],
     ids=str,
 )
@@ -183,7 +183,8 @@ def test_default_workspace_is_16896_by_16384_values_of_two_bytes() -> None:
 @pytest.mark.parametrize(
     ("features", "tile_dtype", "expected"),
     [
-        # The dtype of the logits' operands, of the softmax, its low half kept, a split.
+        # Dtypes of the logits' operands and of the softmax; whether the low half is kept; whether
+        # features are split.
         (BF16, "auto", (BF16, BF16, False, False)),
         (FP16, "auto", (FP16, FP16, False, False)),
         (FP32, "auto", (FP16, BF16, True, True)),
@@ -205,7 +206,7 @@ def test_precision_of_features_and_tile_dtype(
     found = precision.operand, precision.softmax, precision.keeps_low, precision.is_split
     assert found == expected
     assert precision.softmax_bytes == (1 + precision.keeps_low) * precision.softmax.itemsize
-    # A softmax sum of 2 is still finite, and 2^-28 a normal number.
+    # In fp16, a softmax sum of 2 is finite and 2^-28 is a normal number.
     assert precision.softmax_exponent == (14 if precision.softmax == FP16 else 0)
 
 
@@ -249,7 +250,7 @@ def test_other_features_are_copied_and_padded_with_zeros(
 
 
 def test_rows_that_share_memory_are_copied() -> None:
-    # The copy engine of Hopper wants rows apart from each other.
+    # The copy engine of Hopper requires rows that do not share memory.
     one = torch.randn(512).bfloat16()
     for features in (one[:128].expand(9, 128), one.as_strided((9, 128), (32, 1))):
         operand = Operand(features, Precision.of(BF16, "auto"), None, is_columns=False)
@@ -283,7 +284,7 @@ def test_unit_is_a_power_of_two_that_scales_the_largest_value_to_256(
     assert torch.frexp(unit).mantissa == 0.5
     largest = (torch.tensor(size) * unit).item()
     assert largest < 2**8
-    # fp32 holds no unit above 2^127.
+    # The largest power of two in fp32 is 2^127.
     assert largest >= 2**7 or unit >= 2.0**126
 
 
@@ -317,7 +318,7 @@ def test_split_halves_reproduce_fp32_and_its_products(
         for index, piece in enumerate(layout):
             assert torch.equal(pieces[:, index], (high, low)[piece])
         error = ((high + low)[:, :width] / unit.double() - features_nD).abs()
-        # Values far below the largest are held to fp16's smallest number.
+        # The error of values far below the largest is bounded by the smallest number of fp16.
         assert (error <= 2**-21 * features_nD.abs() + 2**-24 / unit.double()).all()
         high, low = (part.double() for part in operand.parts_nD)
         assert ((high + low - features_nD).abs() <= 2**-16 * features_nD.abs()).all()
@@ -364,7 +365,7 @@ def test_table_has_rows_for_every_width(kernel: str, arch: int, dtype: torch.dty
         assert found
         assert all(row.max_width is None or width <= row.max_width for row in found)
     assert any(row.max_width is None for row in found)
-    # The wide twin is for all widths and never timed; a second row is for guides, and smaller.
+    # The wide variant has one row for all widths, and at most a second, smaller row for guides.
     areas = [row.tile[0] * row.tile[1] for row in found]
     assert kernel != "softmax_wide" or areas in ([areas[0]], [areas[0], areas[0] // 2])
 

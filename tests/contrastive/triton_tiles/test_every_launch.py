@@ -123,7 +123,7 @@ def test_stated_reasons_of_table_rows_hold(arch: int, compiled: Compiler) -> Non
                 continue
             kernel = compiled(launch)
             for kibibytes in re.findall(r"(\d+) KiB", row.reason):
-                # Barriers take some more bytes.
+                # Rounded down, because barriers take a few additional bytes.
                 assert kernel.shared_bytes // 1024 == int(kibibytes), (launch, row.reason)
                 checked += 1
             if "two programs" in row.reason:

@@ -1,4 +1,4 @@
-"""The Triton tiles on the GPU they are for, against float64 on the same device."""
+"""The Triton tiles on a GPU equal float64 on the same device."""
 
 import dataclasses
 import warnings
@@ -17,7 +17,7 @@ from tests.contrastive.visible import loss_on
 pytestmark = pytest.mark.gpu
 
 HALVES = (torch.bfloat16, torch.float16)
-# Relative, in the Euclidean norm; gradients come back in the dtype of the features.
+# Relative errors in the Euclidean norm; gradients are rounded to the dtype of the features.
 LOSS_TOLERANCE = 1.5e-5  # fp32 logits near 100 are 7.6e-6 apart
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 # Tensor cores truncate a sum once for every 16 values of the width.
@@ -65,12 +65,12 @@ def run(
 
 
 def expected(image: Tensor, text: Tensor, scale: float, **options) -> Result:
-    """The torch tiles in float64, which tests on the CPU compare with a dense loss."""
+    """Return the results of torch's tiles in float64, which other tests compare with formulas."""
     return run(image.double(), text.double(), scale, backend="torch", **options)
 
 
 def gain_for(dtype: torch.dtype, b: int) -> float:
-    """A loss scale; without it gradients of 1/b vanish in fp16."""
+    """Return a loss scale; without a scale, gradients of 1/b underflow in fp16."""
     return float(b) if dtype == torch.float16 else 1.0
 
 
@@ -96,7 +96,7 @@ def test_loss_and_gradients_equal_float64(
 
 
 def distance_to_limits(image: Tensor, text: Tensor, margin: float) -> float:
-    """Return how near a negative's similarity comes to a limit of `false_negatives`."""
+    """Return the smallest distance of a negative's similarity to a false-negative threshold."""
     similarities = image.double() @ text.double().T
     limits = similarities.diag() - margin
     gaps = torch.minimum(*((similarities - x).abs() for x in (limits, limits[:, None])))
@@ -189,7 +189,7 @@ def test_loss_does_not_synchronize(dtype: torch.dtype) -> None:
     scale = torch.tensor(100.0, device="cuda", requires_grad=True)
     loss_fn = ContrastiveLoss(backend="triton")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this mode is a prototype
+        warnings.simplefilter("ignore")  # the warning that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         loss_fn(*leaves, scale).backward()
@@ -206,7 +206,7 @@ def test_cuda_graph_of_a_step_equals_eager(b: int, options: dict[str, str]) -> N
     loss_fn = ContrastiveLoss(**options)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is compiled and tuned has to be so before
+    with torch.cuda.stream(side):  # compiles and tunes before the capture
         loss_fn(*leaves, scale).backward()
     torch.cuda.current_stream().wait_stream(side)
     for leaf in (*leaves, scale):

@@ -67,7 +67,7 @@ def test_every_tile_shape_of_the_table_equals_float64(
 ) -> None:
     tile_dtype = "tf32" if dtype == FP32 else "auto"
     tiles, shard = TritonTiles(tile_dtype=tile_dtype, arch=arch), make_shard(150, 270, 72, dtype)
-    first = 1 if arch in (80, 90) else 0  # which other tests use
+    first = 1 if arch in (80, 90) else 0  # other tests use the first rows
     for config in find_configs(kernel, arch, dtype, 512)[first:]:
         monkeypatch.setattr(
             tiles_module,
@@ -85,12 +85,12 @@ def test_every_tile_shape_of_the_table_equals_float64(
 def test_autotuning_chooses_a_table_row_once_and_changes_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The memory is for blocks of 65 x 64.
+    # The workspace fits blocks of 65 x 64.
     shard, tiles = make_shard(65, 70, 72, BF16), TritonTiles(1, autotune=True)
     for _ in range(2):
         assert shard.lse_error(shard.lse_sweep(tiles)) < LSE_ERROR
         assert shard.grad_error(shard.grad_sweep(tiles)) < GRADIENT_ERROR[BF16]
-        # The second time round there is nothing left to time.
+        # The second iteration must not time anything.
         monkeypatch.setattr(tiles_module, "fastest", None)
     kernels = {key[0]: config for key, config in tiles._tuned.items()}
     assert set(kernels) == {"lse", "softmax"}
@@ -108,7 +108,7 @@ def test_fastest_skips_failing_configs() -> None:
             raise RuntimeError("out of shared memory")
 
     assert fastest(configs, run, torch.device("cpu")) == configs[1]
-    # One run that compiles and three that are timed; failures are not tried again.
+    # One run compiles and three are timed; a failing row is not run again.
     assert runs == [configs[0], *[configs[1]] * 4, *configs[2:]]
 
 

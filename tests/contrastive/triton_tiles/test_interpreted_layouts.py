@@ -31,7 +31,7 @@ from tests.reference.contrastive import relative_error
 pytestmark = pytest.mark.interpreted
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FAR = 2**30  # values between two rows: the third lies past what 32 bits can count
+FAR = 2**30  # values between two rows, so that the offset of the third row exceeds 32 bits
 
 
 def _transposed(features: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def _columns_of_wider_rows(features: Tensor) -> Tensor:
 
 
 def _unaligned_columns(features: Tensor) -> Tensor:
-    # Rows of 64 values are as far apart as they may be, but start in between.
+    # The row stride is a multiple of 16 values, but the address of the first value is not aligned.
     wider = torch.full((len(features), 16 + features.shape[1]), torch.nan, dtype=features.dtype)
     wider[:, 3:-13] = features
     return wider[:, 3:-13]
@@ -71,7 +71,7 @@ def test_results_do_not_depend_on_the_layout_of_features(
     shard, tiles = make_shard(30, 70, width, dtype), TritonTiles(arch=arch)
     lses, gradients = shard.lse_sweep(tiles), shard.grad_sweep(tiles)
     shard.rows, shard.columns = relaid(shard.rows), relaid(shard.columns)
-    # Torch sums up norms and products of transposed tensors in another order.
+    # torch sums norms and products of transposed tensors in another order.
     for lse, expected in zip(shard.lse_sweep(tiles), lses, strict=True):
         torch.testing.assert_close(lse, expected, rtol=0, atol=LSE_ERROR / 4)
     for gradient, expected in zip(shard.grad_sweep(tiles), gradients, strict=True):
@@ -100,8 +100,8 @@ def test_gradients_accumulate_into_any_layout(
 
 @pytest.fixture
 def far_apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor]:
-    """Return a copy of three rows with `FAR` values between them, in memory not otherwise used."""
-    # 4 GiB of addresses, of which only the pages of the three rows get memory.
+    """Return a function that copies three rows to memory with `FAR` values between the rows."""
+    # Of 4 GiB of addresses, only the pages of the three rows take memory.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     storage = torch.empty(2 * FAR + 64, dtype=FP16)
 

@@ -40,12 +40,12 @@ def test_loss_and_gradients_equal_float64(dtype: torch.dtype, scale: float) -> N
     (loss * gain).backward()
     expected = reference(*inputs[:2], scale)
     assert loss.dtype == torch.float32
-    # fp32 logits near 100 are 7.6e-6 apart, and at scale 100 a few pairs make up most of the loss.
+    # fp32 logits near 100 are 7.6e-6 apart, and at scale 100 a few pairs dominate the loss.
     assert relative_error(loss.detach(), expected.loss) < 1.5e-5
     for leaf, gradient in zip(inputs[:2], (expected.d_image, expected.d_text), strict=True):
         assert leaf.grad.dtype == dtype
         assert relative_error(leaf.grad, gain * gradient) < GRADIENT_TOLERANCE[dtype]
-    # Of each pair <I, dI> / scale, in which much cancels: an error of dI counts with |I| |dI|.
+    # The scale's gradient sums <I, dI> / scale, whose terms cancel: the bound is a sum of |I| |dI|.
     norms = inputs[0].detach().double().norm(dim=1) * expected.d_image.norm(dim=1) / abs(scale)
     error = (inputs[2].grad.double() - gain * expected.d_scale).abs()
     assert error / (gain * norms.sum()) < 2 * GRADIENT_TOLERANCE[dtype]

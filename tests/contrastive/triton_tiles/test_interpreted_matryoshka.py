@@ -13,7 +13,7 @@ pytestmark = pytest.mark.interpreted
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    # Rounded prefixes move logits of 20 by 20 eps, and the softmax by as much of itself.
+    # Rounding prefixes changes logits of 20 by 20 eps, which is the relative error of the softmax.
     [(torch.float32, 4e-5), (torch.float16, 20 * torch.finfo(torch.float16).eps)],
     ids=str,
 )

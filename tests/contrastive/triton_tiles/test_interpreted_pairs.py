@@ -21,7 +21,8 @@ pytestmark = pytest.mark.interpreted(rows=None)
 LOG2_E = math.log2(math.e)
 EPS_64, EPS_32 = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SHAPES = [(1, 1, 8), (16, 16, 128), (33, 50, 130)]  # a program's rows and slice, and past them
+# Less than, exactly, and more than the rows and the slice of a program.
+SHAPES = [(1, 1, 8), (16, 16, 128), (33, 50, 130)]
 HAS_TERMS = [RowsColumns(True, True), RowsColumns(True, False), RowsColumns(False, True)]
 
 
@@ -39,11 +40,11 @@ def test_prepare_returns_positive_logits_and_a_two_part_scale(
     scale = torch.tensor(99.7)
     pos_b, (log2_scale, reference) = pair_kernels.prepare(image, text, scale)
     expected = scale.double() * (image.double() * text[:b].double()).sum(1)
-    # Products are exact; each of `width` sums is off by half an ulp of what they come to, at most.
+    # Products are exact, and each of `width` sums is rounded by at most half a ULP of the total.
     torch.testing.assert_close(pos_b, expected, rtol=0, atol=100 * width * EPS_64)
     exact = scale.double() * LOG2_E
     assert log2_scale.double().sum() == pytest.approx(exact.item(), rel=2.0**-47)
-    # Unit features have a bound of the scale itself, and sums of 2^8 terms at the bound fit below.
+    # For unit features the bound is the scale; sums of 2^8 terms at the bound are still in range.
     norms = (image.double().norm(dim=1).amax() * text.double().norm(dim=1).amax()).item()
     assert reference.item() == pytest.approx(exact.item() * norms - 111, abs=144 * width * EPS_32)
 
@@ -53,11 +54,11 @@ def test_reference_of_large_logits_is_below_the_sampled_maximum(scale: float) ->
     image, text = torch.randn(2, 40, 64).mul_(8.0)
     logits = scale * LOG2_E * image.double() @ text.double().T
     _, (_, reference) = pair_kernels.prepare(image, text, torch.tensor(scale))
-    # A program of 16 pairs has seen all logits between them but those of the pairs.
+    # A program of 16 pairs samples all of their logits except those of the positives.
     seen = [block.fill_diagonal_(-torch.inf) for block in _blocks(logits)]
     largest = max(block.amax().item() for block in seen)
     assert logits.abs().max() > 160
-    # The sample is multiplied in tf32, whose values are of eleven bits.
+    # The sample is multiplied in tf32, whose values have eleven bits.
     assert reference.item() == pytest.approx(largest - 101, rel=2.0**-9, abs=2.0**-9 * largest)
 
 
@@ -75,7 +76,7 @@ def test_reference_of_non_finite_features_is_finite(bad: float) -> None:
 
 
 def _vectors(b: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-sum-exps and positives: ordinary, converged, without negatives, overflown."""
+    """Return log-sum-exps and positives: ordinary, converged, without negatives, with overflow."""
     row, column, pos = (30 * torch.randn(size, dtype=torch.float64) for size in (b, n, b))
     if b > 20:
         pos[0], row[1], column[1] = 80.0, -torch.inf, -torch.inf
@@ -93,7 +94,7 @@ def test_pair_terms_equal_the_torch_backend(
 ) -> None:
     row, column, pos = _vectors(b, n)
     columns = column + 30 * torch.randn(parts, n, dtype=torch.float64)
-    columns[0, 11:15] = -torch.inf  # of one part, and of all with those that `_vectors` has
+    columns[0, 11:15] = -torch.inf  # in one part; `_vectors` has values of -inf in all parts
     if parts > 1 and n > 20:
         columns[:, 8], columns[1, 9], columns[-1, 10] = 900.0, torch.inf, torch.nan
     losses = torch.empty(2, dtype=torch.float64)
@@ -135,9 +136,9 @@ def test_finish_equals_the_torch_backend(
     pair_kernels.finish(image, text, *gradients, *rest, d_scales[1])
     for one, other in zip(gradients, copies, strict=True):
         if one is not None:
-            # A sum and two products, each rounded by half an ulp.
+            # One sum and two products are each rounded by half a ULP.
             torch.testing.assert_close(one, other, rtol=2 * EPS_32, atol=60 * EPS_32 / b)
-    # torch rounds weights and sums once more.
+    # torch additionally rounds weights and sums.
     atol = 10 * EPS_32 * (n * width) ** 0.5
     torch.testing.assert_close(*d_scales, rtol=0, atol=atol)
 

@@ -62,7 +62,7 @@ def test_half_tile_dtype_equals_float64_of_rounded_features(
     shard = make_shard(65, 140, 72, features)
     exact = shard_of(shard.rows.to(rounded), shard.columns.to(rounded), 100.0)
     tiles = TritonTiles(tile_dtype=tile_dtype, arch=arch)
-    # The rounded features are what counts; the backend is given the others.
+    # Errors are relative to the rounded features; the backend gets the features before rounding.
     expected = exact.rows, exact.columns
     exact.rows, exact.columns = shard.rows, shard.columns
     lses, gradients = exact.lse_sweep(tiles), exact.grad_sweep(tiles)
@@ -74,7 +74,7 @@ def test_half_tile_dtype_equals_float64_of_rounded_features(
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("tile_dtype", ["tf32", "fp32", "auto"])
 def test_fp32_features_keep_fp32_precision(tile_dtype: TileDtype, arch: int) -> None:
-    # The interpreter multiplies fp32 in fp32: here "tf32" shows that its path sums up correctly.
+    # The interpreter multiplies fp32 in fp32, so "tf32" only tests the sums of its code path.
     shard = make_shard(65, 140, 72, FP32)
     tiles = TritonTiles(tile_dtype=tile_dtype, arch=arch)
     assert shard.lse_error(shard.lse_sweep(tiles)) < LSE_ERROR
@@ -111,8 +111,8 @@ def test_fp32_rows_of_mixed_magnitudes_keep_fp32_precision() -> None:
 def test_no_common_fp32_rounding_error_in_a_row_or_shard(
     is_wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Times log2(e), this scale is half way between two fp32 values. One of them alone would be
-    # wrong for all logits alike: log-sum-exps by 6e-6 nats, softmax values by a relative 6e-6.
+    # This scale times log2(e) is half way between two fp32 values. A single fp32 value would give
+    # all log-sum-exps an equal error of 6e-6 nats, and softmax values a relative error of 6e-6.
     scale = 89.75372314453125
     direction = torch.randn(1, 72)
     rows, columns = (normalize(direction + 0.1 * torch.randn(n, 72), dim=1) for n in (100, 110))
@@ -129,7 +129,7 @@ def test_no_common_fp32_rounding_error_in_a_row_or_shard(
         sums = 0.5 * shard.softmax.sum(dim)
         errors = (gradient[:, 0].double() - sums) / sums
         assert errors.mean().abs() < 3e-6
-        # A log-sum-exp that is rounded to fp32 moves the softmax of its row by 0.69 times that.
+        # Rounding a log-sum-exp to fp32 would change the softmax of its row by 0.69 of the error.
         lse = lse * math.log2(math.e)
         rounding = lse.float().double() - lse
         assert abs(errors @ rounding) < 0.2 * (rounding @ rounding)
@@ -161,7 +161,7 @@ def test_loss_and_gradients_of_fp32_features_have_five_digits(arch: int) -> None
 
 
 def _converged(dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Reference]:
-    """Return pairs that lie apart from all others, with what float64 makes of them."""
+    """Return pairs that are far from all other pairs, and their loss and gradients in float64."""
     image = normalize(torch.eye(48, 72) + 0.03 * torch.randn(48, 72), dim=1)
     text = normalize(image + 0.03 * torch.randn(48, 72), dim=1)
     image, text = image.to(dtype), text.to(dtype)
@@ -179,8 +179,8 @@ def test_converged_fp32_pairs_keep_relative_precision_of_loss_and_gradients(
     errors = _errors(_loss(image, text, scale, TritonTiles(arch=arch)), expected)
     assert errors["loss"] < 4e-6
     assert errors["d_scale"] < 4e-6
-    # Most are below 3e-6. Where one pair outweighs all others, its softmax value is off by up to
-    # 2^-17, the rounding of two bf16 halves, and its features likewise.
+    # Most errors are below 3e-6. If one pair dominates, its softmax value and its features have the
+    # rounding error of two bf16 halves, up to 2^-17 each.
     assert max(errors["d_image"], errors["d_text"]) < 2e-5, errors
 
 
@@ -192,7 +192,7 @@ def test_converged_half_pairs_keep_relative_precision_of_the_loss(
     image, text, expected = _converged(dtype, scale)
     value = _loss(image, text, scale, TritonTiles())
     assert relative_error(value.loss, expected.loss) < 4e-6
-    # A softmax in fp16 loses what is below 4e-12, as do gradients in fp16; bf16 does not.
+    # Softmax values below 4e-12 and small gradients underflow in fp16, but not in bf16.
     if dtype == BF16:
         assert relative_error(value.d_scale, expected.d_scale) < 2**-8
         assert relative_error(value.d_image, expected.d_image) < 2**-7

@@ -84,13 +84,13 @@ def test_logits_up_to_ten_thousand_have_fp32_precision(dtype: torch.dtype, arch:
     rows, columns = torch.randn(130, 72).to(dtype), torch.randn(140, 72).to(dtype)
     largest = (rows.double() @ columns.double().T).abs().amax().item()
     shard, tiles = shard_of(rows, columns, 1e4 / largest), TritonTiles(arch=arch)
-    # fp32 values near 1e4 log2(e) are 9.8e-4 apart, 7e-4 nats; a hundred times 100 log2(e).
+    # fp32 values near 1e4 log2(e) are 9.8e-4 apart (7e-4 nats), like 100 times the logits of 100.
     assert shard.lse_error(shard.lse_sweep(tiles)) < 100 * LSE_ERROR
     assert shard.grad_error(shard.grad_sweep(tiles)) < GRADIENT_ERROR[dtype] + 100 * LSE_ERROR
 
 
-# Logits lie within 3 of 0 in powers of two, and sums of up to 128 of them below 2^9.
-# How many tiles 257 columns take: they are of 128 rows, and of 256 columns on 80, 128 on 90.
+# In powers of two, logits are within 3 of 0, and sums of up to 128 terms are below 2^9.
+# Tiles of 257 columns by architecture: tiles have 256 columns on 80 and 128 on 90.
 ACROSS = {80: 2, 90: 3}
 
 
@@ -101,7 +101,7 @@ ACROSS = {80: 2, 90: 3}
         (FP32, 80, -125.0, 1),  # 2^122 is above the range of sums
         (BF16, 90, -105.0, 0),
         (FP32, 80, 80.0, 0),
-        (BF16, 90, 105.0, 1),  # 2^-96 is below it
+        (BF16, 90, 105.0, 1),  # 2^-96 is below the range of sums
         (FP32, 80, 1e4, 1),
     ],
     ids=str,
@@ -117,7 +117,7 @@ def test_recomputed_tiles_equal_float64_and_the_fast_path(
     shard, tiles = make_shard(130, 257, 72, dtype, scale=5.0), TritonTiles(arch=arch)
     _set_reference(monkeypatch, reference)
     lses = shard.lse_sweep(tiles)
-    # On 90, six tiles are more than there are programs to redo them.
+    # On 90, there are more tiles to recompute than programs.
     assert redone.tiles(ACROSS[arch]) == [[is_redone] * ACROSS[arch]] * 2
     assert shard.lse_error(lses) < LSE_ERROR
     monkeypatch.undo()
@@ -130,19 +130,19 @@ def test_recomputed_tiles_equal_float64_and_the_fast_path(
 def test_many_tiles_are_merged_in_several_rounds(
     is_tall: bool, reference: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Instead of 32 in a round, which would take more than 4096 columns to pass.
+    # With 32 tiles per round, several rounds would need more than 4096 columns.
     monkeypatch.setattr(lse_kernels, "_MERGE_PARTS", 2)
     _set_reference(monkeypatch, reference)
     one = normalize(torch.randn(1, 8), dim=1)
     few, many = torch.cat([one, -one]), one * torch.linspace(-1.0, 1.0, 600)[:, None]
-    # The tile with the largest logits comes last for one of the two, and first for the other.
+    # The tile with the largest logits is the last tile of one row, and the first of the other row.
     rows, columns = (many, few) if is_tall else (few, many)
     shard = shard_of(rows, columns, 40.0, diagonal=None)
     assert shard.lse_error(shard.lse_sweep(TritonTiles(tile_dtype="tf32"))) < LSE_ERROR
 
 
 def _outliers(dtype: torch.dtype, row: int | None, column: int | None) -> Shard:
-    """Return a shard of logits within +-20, but for a row and a column of logits near -200."""
+    """Return a shard of logits within +-20, except for a row and a column near -200."""
     rows, columns = (normalize(torch.randn(n, 72), dim=1) for n in (193, 257))
     rows[:, :2], columns[:, :2] = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     if row is not None:
@@ -173,7 +173,7 @@ def test_mixed_plain_and_recomputed_tiles_equal_float64(
 ) -> None:
     shard = _outliers(dtype, row, column)
     lses = shard.lse_sweep(TritonTiles(arch=arch))
-    # In a redone tile, all rows and columns count as much as elsewhere.
+    # Recomputed tiles are as accurate in all rows and columns as other tiles.
     if ACROSS[arch] == 2:  # the first two tiles of a row are one
         expected = [[max(first, second), third] for first, second, third in expected]
     assert redone.tiles(ACROSS[arch]) == expected
@@ -219,7 +219,7 @@ def test_small_shards_use_the_wide_variant_only(
     shard, tiles = make_shard(65, 140, 72, dtype, diagonal=1), TritonTiles(arch=arch)
     force_variant(monkeypatch, is_wide=True)
     expected = shard.grad_sweep(tiles)
-    monkeypatch.undo()  # by themselves they would lie close enough for one exponential
+    monkeypatch.undo()  # the log-sum-exps are close enough for one exponential
     twins: list[bool] = []
     kernel = _Noting(softmax_kernels.softmax_kernel, lambda *_, WIDE, **__: twins.append(WIDE))
     monkeypatch.setattr(softmax_kernels, "softmax_kernel", kernel)
@@ -232,7 +232,7 @@ def test_small_shards_use_the_wide_variant_only(
     assert twins == [True, False, True]
 
 
-# In nats. Other shards may raise all rows, or all columns, far above what this one explains.
+# In nats. Other shards may raise the log-sum-exps of all rows or columns far above this shard's.
 @pytest.mark.parametrize(
     ("row_rise", "column_rise", "wide"),
     [(50.0, 0.0, False), (70.0, 0.0, True), (0.0, 70.0, False), (0.0, 90.0, True)],
@@ -252,7 +252,7 @@ def test_wide_variant_handles_rows_far_above_all_columns(dtype: torch.dtype) -> 
     rows, columns = (normalize(torch.randn(n, 72), dim=1) for n in (40, 50))
     rows[7, 0], columns[:, 0] = -100.0, 1.0
     shard = shard_of(rows.to(dtype), columns.to(dtype), 2.0)
-    # In powers of two: row 7 lies 290 below the others, and those 86 above the columns.
+    # In powers of two, row 7 is 290 below the other rows, which are 86 above the columns.
     shard.lse = shard.lse[0] + 57.0, shard.lse[1]
     assert _is_wide(shard)
     assert shard.grad_error(shard.grad_sweep(TritonTiles())) < GRADIENT_ERROR[dtype] + LSE_ERROR
@@ -281,6 +281,6 @@ def test_non_finite_values_propagate_as_in_the_torch_backend(
     torchs = _loss_and_gradients(TorchTiles(), *inputs)
     assert not ours[0].isfinite()
     for value, expected in zip(ours, torchs, strict=True):
-        # Infinity has no finite low half: of fp32 features it makes NaN, which reaches further.
+        # The low half of an infinite fp32 feature is NaN, which affects more values than inf.
         reached = value.isfinite() < expected.isfinite() if dtype == FP32 else False
         assert torch.equal(value.isfinite() | reached, expected.isfinite())

@@ -28,7 +28,7 @@ CASES = list(itertools.product(("slices", "ring"), ROOM))
 
 
 def _step(rank: int, exchange: Any, keeps: str) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """Loss and gradients of a rank, and of how many rows products were kept, at every visit."""
+    """Return loss and gradients of a rank, and for each visit its rows and its stored rows."""
     visits = []
     take_rows = StoredTiles.take_rows
 
@@ -61,10 +61,10 @@ def test_loss_on_two_ranks_with_and_without_stored_products_equals_float64() -> 
     for (rank, results), place in itertools.product(enumerate(by_rank), range(len(CASES))):
         exchange, keeps = CASES[place]
         (loss, d_image, d_text, own_d_scale), visits = results[place]
-        # In both sweeps: of all texts at once, or of a rank's at a time.
+        # Each of the two sweeps visits all texts at once, or the texts of one rank at a time.
         b = SIZES[rank][0]
         assert visits == [(b, b if keeps == "all" else 0)] * (2 if exchange == "slices" else 4)
-        # A mean over ranks, as DDP takes it, makes these those of one process.
+        # The mean over ranks, as in DDP, equals the gradients of one process.
         expected = [right.detach(), *(2 * x for x in gradients[2 * rank :][:2]), d_scale]
         for value, other in zip((loss, d_image, d_text, own_d_scale), expected, strict=True):
             assert relative_error(value, other) < GRADIENT_ERROR[FP32], (exchange, keeps, rank)

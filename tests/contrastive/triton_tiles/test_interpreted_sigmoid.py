@@ -15,8 +15,8 @@ from tests.reference.contrastive import relative_error
 pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore:Passed .*negative scale")]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A sigmoid is off by half a unit in the last place of the 16-bit format, and so is the gradient
-# when it is rounded; fp32 keeps two halves.
+# Sigmoids and gradients are each rounded by half a unit in the last place of the 16-bit dtype; for
+# fp32 features, sigmoids are stored in two halves.
 GRADIENT_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
@@ -29,7 +29,7 @@ def test_loss_and_gradients_equal_float64(dtype: torch.dtype, scale: float, bias
     loss = SigmoidContrastiveLoss(backend="triton")(*inputs)
     (loss * gain).backward()
     right = expected(inputs)
-    # Logits are rounded as fp32, to 4e-6 at 50, about three times; sums are of fp32 values.
+    # fp32 logits near 50 are rounded about three times by up to 4e-6; sums have fp32 terms.
     assert relative_error(loss.detach(), right[0]) < 1.5e-5
     for leaf, gradient in zip(inputs[:2], right[1:3], strict=True):
         assert leaf.grad.dtype == dtype

@@ -34,7 +34,7 @@ pytestmark = [
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
-FOR_BLOCKS = 2**27  # bytes of the workspace that nothing is kept in
+FOR_BLOCKS = 2**27  # bytes of the workspace for blocks, which store no products
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_loss_and_gradients_with_partly_stored_products_equal_float64(case: str)
     assert tiles.multiplied_twice(b, b, 24, FP32, CPU, values) == (b - 128) * b
     image, text, scale = hard_features(b, 24, case)
     expected = dataclasses.astuple(reference(image, text, scale))
-    # A logit's error is one of each of its powers, and once more one of their sums. Gradients
-    # take the softmax and the features in two halves of bf16.
+    # The error of a logit enters each power and each sum of powers. In the products of the
+    # gradients, softmax and features are split into two bf16 halves.
     off_by, _ = tiles.rounding(image.shape[1], FP32)
     largest = abs(scale) * (image.norm(dim=1).max() * text.norm(dim=1).max()).item()
     bound = 2 * largest * off_by + GRADIENT_ERROR[FP32]
@@ -63,7 +63,7 @@ def test_loss_and_gradients_with_partly_stored_products_equal_float64(case: str)
     once = torch.autograd.grad(loss, leaves, retain_graph=True)
     for value, right in zip((loss.detach(), *once), expected, strict=True):
         assert relative_error(value, right) < bound
-    # What is kept is still what it was.
+    # A second backward gives the same bits.
     again = torch.autograd.grad(loss, leaves)
     assert all(torch.equal(*pair) for pair in zip(once, again, strict=True))
 
@@ -82,7 +82,7 @@ def test_shards_share_the_memory_and_stored_rows_are_read(seen: str, arch: int) 
     image, text = (torch.nn.functional.normalize(torch.randn(n, 40), dim=1) for n in (b, 199))
     rows = slice(20, 70) if seen == "positive rows" else None
     memory = torch.full((b * 80 + 130 * 144,), torch.nan)  # 128 rows of the second shard fit
-    # Blocks of 128 x 64, or of all that there is.
+    # Blocks of 128 x 64, or one block.
     tiles = TritonTiles(memory.nbytes + 1 if seen == "maxima" else None, arch=arch)
     shards = [
         shard_of(image, part, 100.0, diagonal)
@@ -166,16 +166,17 @@ def test_workspace_determines_the_stored_products() -> None:
         tiles = TritonTiles(workspace_bytes, **options)
         return tiles.stored_values(b, b, FP32, CPU) / b**2
 
-    # Half of 544 MiB are 8,444 x 8,444 values, a quarter of 16,888 x 16,888; rows go by 16.
+    # Half of 544 MiB holds 8,444 x 8,444 values, or a quarter of 16,888 x 16,888; row strides are
+    # multiples of 16.
     assert share(8432, None) == 1
     assert share(8464, None) == 2**20 * 272 / 4 / 8464**2
     assert 0.25 <= share(16_880, None) < 0.2503
     assert share(16_896, None) == 0
-    # Blocks have 128 MiB at least.
+    # Blocks get at least 128 MiB.
     assert share(512, FOR_BLOCKS) == 0
     assert share(512, FOR_BLOCKS + 2**20) == 1
     assert share(2048, FOR_BLOCKS + 2**22) == 0.25
-    # One product of 16-bit values takes no longer than to store and load its logits.
+    # One product of 16-bit values takes no longer than storing and loading its logits.
     for dtype, tile_dtype in ((BF16, "auto"), (FP16, "fp32"), (FP32, "bf16"), (FP32, "tf32")):
         assert TritonTiles(tile_dtype=tile_dtype).stored_values(64, 64, dtype, CPU) == 0
     assert share(64, None, tile_dtype="fp32") == 1

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.interpreted
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# All pairs of the values of two settings occur. Architecture 90 reads by tensor descriptors.
+# Every pair of values of any two settings occurs. Architecture 90 uses tensor descriptors.
 CASES = [
     # b, m, diagonal, D, dtype, scale, arch
     (1, 300, -30, 8, FP16, 100, 90),
@@ -83,7 +83,7 @@ def test_grad_sweep_accumulates_and_none_skips_a_gradient(dtype: torch.dtype) ->
     for gradients in (both, (only_rows, None), (None, only_columns), (None, None)):
         tiles.grad_sweep(shard.swept, *shard.lse, *gradients)
     for total, before, added in zip(both, start, shard.grad_sweep(tiles), strict=True):
-        # Three products are added to values of up to 5, whose fp32 neighbours are 4.8e-7 apart.
+        # Three products are added to values of up to 5; fp32 values near 5 are 4.8e-7 apart.
         torch.testing.assert_close(total, before + added, rtol=0, atol=2e-6)
         assert added.abs().amax() > 0.01
     assert torch.equal(only_rows, both[0])
@@ -104,7 +104,7 @@ def test_lse_sweep_overwrites_fresh_outputs(
     for start, is_fresh in zip(starts, fresh, strict=True):
         if is_fresh:
             start.fill_(torch.nan)
-    # Rows without positives here, rows with, and rows without: three blocks one above the other.
+    # Three blocks of rows: without positives in this shard, with positives, without positives.
     logits = shard.swept._replace(positive_rows=slice(20, 60))
     tiles.lse_sweep(logits, *expected)
     tiles.lse_sweep(logits._replace(fresh=fresh), *starts)
@@ -119,7 +119,7 @@ def test_sweeps_are_bitwise_reproducible(dtype: torch.dtype, arch: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-# Of 128 x 64 in both sweeps; one block, and then of 128 x 128 or 128 x 64.
+# Blocks of 128 x 64 in both sweeps; or one block, and in the second sweep 128 x 128 or 128 x 64.
 @pytest.mark.parametrize(
     ("dtype", "diagonal", "workspace_bytes"),
     [(BF16, 20, 2**15), (FP32, -100, 1), (FP32, -100, 2**15)],
@@ -155,7 +155,7 @@ def test_one_pair_has_no_negatives(dtype: torch.dtype, arch: int) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_rows_and_columns_without_negatives_keep_their_values(dtype: torch.dtype) -> None:
-    # The only column of 65 rows: row 3 has nothing but its positive. Likewise the only row.
+    # With one column, row 3 has only its positive; likewise column 3 with one row.
     for b, m, diagonal in ((65, 1, -3), (1, 65, 3)):
         shard, tiles = make_shard(b, m, 72, dtype, diagonal=diagonal), TritonTiles()
         assert shard.lse_error(shard.lse_sweep(tiles)) < LSE_ERROR
@@ -165,7 +165,7 @@ def test_rows_and_columns_without_negatives_keep_their_values(dtype: torch.dtype
         assert shard.grad_error(shard.grad_sweep(tiles)) < GRADIENT_ERROR[dtype]
 
 
-# Tiles are 128 x 128: the diagonal passes their corners, or meets them in one value.
+# Tiles are 128 x 128: the diagonal passes through their corners, or touches one value of them.
 @pytest.mark.parametrize("diagonal", [-128, -127, -1, 0, 1, 127, 128])
 def test_scale_of_zero_gives_the_log_of_the_number_of_negatives(diagonal: int) -> None:
     features = [normalize(torch.randn(140, 8), dim=1).half() for _ in range(2)]

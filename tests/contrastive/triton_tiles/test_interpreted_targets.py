@@ -19,7 +19,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def _each_once() -> list[Any]:
-    """Every case in one dtype, and all in turn; the others for the sweep."""
+    """Return every case in one dtype, dtypes in turn; other combinations are marked `sweep`."""
     return [
         pytest.param(name, dtype, marks=[pytest.mark.sweep] * (number % 3 != place))
         for number, name in enumerate(CASES)
@@ -39,7 +39,7 @@ def test_loss_equals_dense_targets(name: str, dtype: torch.dtype) -> None:
 def test_pairs_of_equal_ids_are_masked(name: str, dtype: torch.dtype) -> None:
     b = 150
     features = [F.normalize(torch.randn(b, 24), dim=1).to(dtype) for _ in range(2)]
-    # At this scale logits of unit features reach past what one reference serves.
+    # At this scale, the logits of unit features exceed the range of one reference.
     inputs = [x.requires_grad_() for x in (*features, torch.tensor(150.0), torch.tensor(-5.0))]
     ids = few_ids(b, 0)
     loss = LOSSES[name](backend="triton", tile_dtype="fp32")(*inputs, ids=ids)

@@ -22,9 +22,10 @@ pytestmark = pytest.mark.interpreted
 
 
 def thresholds_between(similarities: Tensor) -> Tensor:
-    """A limit in each row that leaves 5 to 60 of it out, in the widest gap: no rounding is as wide.
+    """Return thresholds that mask 5 to 60 values of each row.
 
-    The last rows leave out nothing, the first all.
+    Each threshold is in the middle of the widest gap, which is wider than any rounding error. The
+    first three rows are masked completely, the last three not at all.
     """
     sorted_ = similarities.sort(1, descending=True).values[:, 5:61]
     gaps = sorted_[:, :-1] - sorted_[:, 1:]
@@ -35,17 +36,17 @@ def thresholds_between(similarities: Tensor) -> Tensor:
 
 
 Guides = tuple[torch.dtype, int] | None
-"""Of what dtype and width guides are; `None`: the features judge."""
+"""Dtype and width of the guides; `None` compares the similarities of the features."""
 
 
 class Thresholded:
-    """A shard with limits, and what rows and columns keep of it; some pairs have equal ids."""
+    """A shard with thresholds, and the pairs that rows and columns keep; with ids if guided."""
 
     def __init__(self, dtype: torch.dtype, scale: float, guides: Guides) -> None:
         self.shard: Shard = make_shard(141, 157, 40, dtype, scale, 20)
         judges = [self.shard.rows, self.shard.columns]
         if guides is not None:
-            # Of no unit length, as nobody says that guides have one.
+            # Not of unit length, which guides need not have.
             judges = [3 * torch.randn(len(x), guides[1]).to(guides[0]) for x in judges]
         similarities = judges[0].double() @ judges[1].double().T
         self.thresholds = Thresholds(
@@ -62,11 +63,11 @@ class Thresholded:
 
     @property
     def swept(self) -> Logits:
-        """What the sweeps take."""
+        """The argument of the sweeps."""
         return self.shard.swept._replace(thresholds=self.thresholds, ids=self.ids)
 
 
-# At a scale of 5,000 each tile has rows that one reference does not serve.
+# At a scale of 5,000, each tile has rows outside the range of one reference.
 HALF, WIDE = (torch.bfloat16, 7), (torch.float32, 72)
 GATE = [
     (torch.bfloat16, 100.0, None),
@@ -84,7 +85,7 @@ CASES = pytest.mark.parametrize(
     ],
     ids=str,
 )
-ARCH = {HALF: 90, WIDE: 80}  # by the copy engine, or by pointers
+ARCH = {HALF: 90, WIDE: 80}  # operands by the copy engine, or by pointers
 
 
 @CASES
@@ -110,7 +111,7 @@ def test_gradients_exclude_masked_pairs(dtype: torch.dtype, scale: float, guides
         shard.logits.where(kept & ~shard.positives, -torch.inf)
         for kept in (case.kept_by_row, case.kept_by_column)
     ]
-    # Those of what is kept, with a little more, as positives are: what is left out may be above.
+    # Log-sum-exps of the kept pairs plus 0.5 for positives; masked logits may exceed them.
     row_lse, column_lse = (
         x.logsumexp(dim).nan_to_num(neginf=0.0) + 0.5 for x, dim in zip(kept, (1, 0), strict=True)
     )
@@ -118,7 +119,7 @@ def test_gradients_exclude_masked_pairs(dtype: torch.dtype, scale: float, guides
     tiles = TritonTiles(workspace_bytes=2**19, arch=ARCH.get(guides, 80))
     tiles.grad_sweep(case.swept, row_lse, column_lse, *gradients)
     softmax = (kept[0] - row_lse[:, None]).exp() + (kept[1] - column_lse).exp()
-    # Logits of `scale` are rounded three times to fp32, and a power by as much of itself.
+    # Logits of `scale` are rounded three times to fp32, the relative error of their exponentials.
     bound = GRADIENT_ERROR[dtype] + abs(scale) * 3 * 2.0**-24
     assert gradient_error(gradients[0], softmax, shard.columns) < bound
     assert gradient_error(gradients[1], softmax.T, shard.rows) < bound
