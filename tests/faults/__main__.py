@@ -1,9 +1,9 @@
 """Inject faults into small runs; print the number of cases and of runs that kept the guarantees.
 
-python -m tests.faults                     # all; 20 minutes of a core
+python -m tests.faults                     # all cases; 20 minutes on one core
 python -m tests.faults --only kills disks
-python -m tests.faults --short             # what `make test` tries
-python -m tests.faults --count             # how many there are; plants none
+python -m tests.faults --short             # only the cases of `make test`
+python -m tests.faults --count             # print the number of cases and exit
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Disks that take nothing and folders that are in the way or vanish: no run ends by them."""
+"""Full disks, failing disk operations and missing folders do not end a run."""
 
 import logging
 import re
@@ -15,24 +15,24 @@ import lightning.pytorch as pl
 
 from tests.callbacks.disks import full_disk
 from tests.faults.effects import effects_on, refuse
-from tests.faults.runs import KINDS, STEPS, Run, assert_same, unharmed
+from tests.faults.runs import KINDS, STEPS, Run, assert_same, end_without_fault
 from tests.processes import exit_code_of
 
 __all__ = ["DISKS", "SHORT", "Disk", "check_disks"]
 
-EFFECTS = 40  # without Lightning's checkpoints an unharmed run has more
-WAYS = ("spent", "in the way", "removed", "removed at every step")
+EFFECTS = 40  # a run without Lightning's checkpoints has more disk operations
+WAYS = ("full", "in the way", "removed", "removed at every step")
 
 
 @dataclass(frozen=True)
 class Disk:
-    """What happens to the log folder of a run of a kind.
+    """A fault of the disk or of the log folder.
 
     Args:
-        kind: Of the run.
-        how: One effect fails, or all from a step on; a file is where the folder is to be; the
-            folder is removed.
-        where: The number of the effect, or the step.
+        kind: Kind of the run, a key of `KINDS`.
+        how: `"effect"`: one disk operation fails. Otherwise one of `WAYS`: the disk is full from a
+            step on, a file has the path of the folder, or the folder is removed.
+        where: Number of the disk operation, or the step.
     """
 
     kind: str
@@ -43,13 +43,13 @@ class Disk:
         return f"{self.kind}-{self.how}-{self.where}".replace(" ", "_")
 
     def check(self) -> None:
-        """Train, and compare with a run whose disk is sound."""
+        """Train with the fault, and compare with a run without a fault."""
         with tempfile.TemporaryDirectory() as name, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             folder, refused = Path(name) / "logs", [""]
             run = self._train(folder, refused)
             assert run.trainer.global_step == STEPS
-            assert_same(run.end(), unharmed(self.kind))
+            assert_same(run.end(), end_without_fault(self.kind))
             assert run.alarms() == []
             said = [str(each.message) for each in caught]
             failures = [each for each in said if re.search("Error: ", each)]
@@ -58,11 +58,11 @@ class Disk:
             assert len(failures) == len(set(failures)) <= 2, failures
             if self.how == "effect":
                 assert refused[-1], "the run has fewer effects"
-            if self.how in ("spent", "in the way") or refused[-1] in ("open", "os.rename"):
+            if self.how in ("full", "in the way") or refused[-1] in ("open", "os.rename"):
                 assert failures, said
             left = [path.parent.name for path in Path(name).rglob("*") if path.is_file()]
             assert self.how == "effect" or not [e for e in left if e.startswith("spike")], left
-            # What fails once is written by the end; a disk that is full stays so.
+            # After a single failure the page is written later; a full disk stays full.
             if self.how in ("effect", "removed"):
                 assert run.page()["run"]["end"]["how"] == "finished"
 
@@ -73,7 +73,7 @@ class Disk:
             else:
                 folder.mkdir()
             each: Callable[[int], Any] = lambda step: None  # noqa: E731
-            if self.how == "spent":
+            if self.how == "full":
                 each = lambda s: stack.enter_context(full_disk()) if s == self.where else None  # noqa: E731
             elif self.how == "removed":
                 each = lambda s: shutil.rmtree(folder) if s == self.where else None  # noqa: E731
@@ -81,12 +81,12 @@ class Disk:
                 each = lambda s: shutil.rmtree(folder, ignore_errors=True)  # noqa: E731
             if self.how == "effect":
 
-                def befall(n: int, event: str, path: str) -> None:
+                def inject(n: int, event: str, path: str) -> None:
                     if n == self.where:
                         refused.append(event)
                         refuse(event, path)
 
-                stack.enter_context(effects_on(folder, befall))
+                stack.enter_context(effects_on(folder, inject))
             run = Run(self.kind, folder, [AtSteps(each)], has_checkpoints=False)
             run.fit()
         return run
@@ -113,13 +113,13 @@ def _disks() -> list[Disk]:
 
 DISKS = _disks()
 SHORT = {
-    *("BalancedAMP-spent-4", "PureFP16-removed-6", "PureFP16-in_the_way-0"),
+    *("BalancedAMP-full-4", "PureFP16-removed-6", "PureFP16-in_the_way-0"),
     *("BalancedAMP-removed_at_every_step-0", "BalancedAMP-effect-9", "BalancedAMP-effect-20"),
 }
 
 
 def check_disks(disks: list[Disk]) -> None:
-    """Check cases in one process of its own, whose interpreter watches the effects."""
+    """Check cases in a separate process, because an audit hook cannot be removed."""
     with tempfile.NamedTemporaryFile() as said:
         assert exit_code_of(_check_all, disks, said.name) == 0, Path(said.name).read_text()
 

@@ -1,4 +1,4 @@
-"""The effects that a process has on a folder, in their order, and what befalls one of them."""
+"""Observes the disk operations of a process that change a folder, and injects faults into them."""
 
 import errno
 import os
@@ -14,30 +14,30 @@ __all__ = ["die", "die_while_writing", "effects_on", "refuse"]
 
 _ADDING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}
-_watching: list[Callable[[str, str], None]] = []  # a hook of the interpreter cannot be taken off
+_watching: list[Callable[[str, str], None]] = []  # an audit hook cannot be removed
 _is_watched: list[bool] = []
 
 
 def die(*_: Any) -> None:
-    """End this process as the kernel does that is out of memory."""
+    """Kill this process, as the kernel does if memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_while_writing(*_: Any) -> None:
-    """End this process amid the write that goes past the first bytes of a file."""
+    """Kill this process during the next write beyond the first 100 bytes of a file."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 
 
 def refuse(event: str, path: str) -> None:
-    """Let an effect fail as on a full disk."""
+    """Make a disk operation fail as on a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
 @contextmanager
-def effects_on(folder: Path, befall: Callable[[int, str, str], None]) -> Iterator[None]:
-    """Call `befall` with number, event and path before each effect on a folder and inside it."""
+def effects_on(folder: Path, inject: Callable[[int, str, str], None]) -> Iterator[None]:
+    """Call `inject` with number, event and path before each operation that changes the folder."""
     if not _is_watched:
         _is_watched.append(True)
         sys.addaudithook(_notice)
@@ -47,7 +47,7 @@ def effects_on(folder: Path, befall: Callable[[int, str, str], None]) -> Iterato
         nonlocal count
         if Path(path).is_relative_to(folder):
             count += 1
-            befall(count, event, path)
+            inject(count, event, path)
 
     _watching.append(notice)
     try:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-from tests.faults.runs import KINDS, Run, assert_same, unharmed
+from tests.faults.runs import KINDS, Run, assert_same, end_without_fault
 
 __all__ = ["CALLED", "HOOKS", "SHORT", "Hook", "Planted", "calls_of"]
 
@@ -38,7 +38,7 @@ _PRECISION = """
     pre_backward backward post_backward main_params optimizer_step clip_gradients
     clip_grad_by_norm state_dict on_save_checkpoint teardown
 """
-# What a fit calls in each of our runs, however many of them another version of Lightning has.
+# The hooks that `fit` calls in these runs under every supported version of Lightning.
 CALLED: dict[str, tuple[str, ...]] = {
     "callback": (*_SHARED.split(), "on_sanity_check_start", "on_sanity_check_end", "state_dict"),
     "module": tuple(
@@ -51,7 +51,7 @@ CALLED: dict[str, tuple[str, ...]] = {
     "strategy": tuple(_STRATEGY.split()),
     "precision": tuple(_PRECISION.split()),
 }
-# The others are called once, or once more for each epoch.
+# Hooks that are called fewer than three times: once, or once per epoch.
 _ONCE = (
     *("setup", "on_fit_start", "on_fit_end", "teardown", "on_train_start", "on_train_end"),
     *("on_train_epoch_start", "on_train_epoch_end", "on_sanity_check_start", "prepare_data"),
@@ -62,18 +62,19 @@ _ONCE = (
 
 
 class Planted(Exception):
-    """What a user's own code might raise."""
+    """An error of a user's code."""
 
 
 @dataclass(frozen=True)
 class Hook:
-    """Where a run of a kind raises an error.
+    """An error in a hook.
 
     Args:
-        kind: Of the run.
-        source: Whose hook: a callback before or behind the monitors, model, strategy or plugin.
-        name: Of the hook.
-        when: In the first call, in the third one, or behind the work of the first.
+        kind: Kind of the run, a key of `KINDS`.
+        source: Object whose hook raises: a callback before or after the monitors, the model, the
+            strategy or the precision plugin.
+        name: Name of the hook.
+        when: `"first"` or `"third"` call, or `"after"` the original hook in its first call.
     """
 
     kind: str
@@ -85,7 +86,7 @@ class Hook:
         return f"{self.kind}-{self.source}-{self.name}-{self.when}".replace(" ", "_")
 
     def check(self) -> None:
-        """Raise it, look for what is left behind, and train the same model anew."""
+        """Raise the error, look for changes that the run left, and train the same model again."""
         error = Planted("planted")
         with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -98,7 +99,7 @@ class Hook:
             assert raised.value is error
             assert error.__cause__ is None, error.__cause__
             vars(target).pop(self.name, None)
-            found, usual = traces(run.model), _after(self.kind)
+            found, usual = traces(run.model), _traces_after(self.kind)
             wrong = {k: v for k, v in found.items() if v not in (before.get(k), usual.get(k))}
             assert not wrong, wrong
             with tempfile.TemporaryDirectory() as again:
@@ -106,23 +107,21 @@ class Hook:
                 run.model.load_state_dict(second.model.state_dict())
                 second.model = run.model
                 second.fit()
-                assert_same(second.end(), unharmed(self.kind))
+                assert_same(second.end(), end_without_fault(self.kind))
 
 
 def _hooks() -> list[Hook]:
     found = []
     for kind in KINDS:
-        for source in ("callback before", "callback behind", "module", "strategy", "precision"):
+        for source in ("callback before", "callback after", "module", "strategy", "precision"):
             for name in CALLED[source.partition(" ")[0]]:
-                # Without its work a teardown takes nothing away, whoever is at fault.
+                # If `teardown` of a strategy or plugin raises first, nothing can be restored.
                 is_own = name == "teardown" and source in ("strategy", "precision")
                 whens = [] if is_own else ["first"]
                 whens += [] if name in _ONCE else ["third"]
-                whens += [] if source.startswith("callback") or "context" in name else ["behind"]
-                if (
-                    name == "save_checkpoint"
-                ):  # the first is a mark of `SpikeGuard`'s, which it drops
-                    whens = ["third"]
+                whens += [] if source.startswith("callback") or "context" in name else ["after"]
+                if name == "save_checkpoint":
+                    whens = ["third"]  # the first is a mark, whose failure `SpikeGuard` tolerates
                 found += [Hook(kind, source, name, when) for when in whens]
     return found
 
@@ -133,9 +132,9 @@ SHORT = {
         "BalancedAMP-callback_before-on_before_optimizer_step-third",
         "PureFP16-module-backward-third",
     ),
-    *("PureFP16-strategy-optimizer_step-behind", "InfCLStrategy-module-training_step-behind"),
+    *("PureFP16-strategy-optimizer_step-after", "InfCLStrategy-module-training_step-after"),
     *("BalancedAMP-precision-train_step_context-first", "InfCLStrategy-strategy-backward-third"),
-    *("BalancedAMP-callback_behind-on_fit_start-first", "PureFP16-precision-connect-behind"),
+    *("BalancedAMP-callback_after-on_fit_start-first", "PureFP16-precision-connect-after"),
 }
 
 
@@ -146,7 +145,7 @@ def _raising(when: str, error: Planted) -> Callable[[Callable[..., Any]], Callab
         def hook(*args: Any, **kwargs: Any) -> Any:
             nonlocal left
             left -= 1
-            if left == 0 and when != "behind":
+            if left == 0 and when != "after":
                 raise error
             result = work(*args, **kwargs)
             if left == 0:
@@ -159,7 +158,7 @@ def _raising(when: str, error: Planted) -> Callable[[Callable[..., Any]], Callab
 
 
 def _prepared(kind: str, folder: Path) -> tuple[Run, Callable[..., None]]:
-    """Return a run whose Trainer is there, with callbacks to plant in; and what plants."""
+    """Return a run with a Trainer and two plain callbacks, and a function that wraps a hook."""
     run = Run(kind, folder, [pl.Callback()], [pl.Callback()])
     run.make_trainer()
 
@@ -172,13 +171,13 @@ def _prepared(kind: str, folder: Path) -> tuple[Run, Callable[..., None]]:
 def _target(run: Run, source: str) -> Any:
     if source.startswith("callback"):
         plain = [each for each in run.trainer.callbacks if type(each) is pl.Callback]
-        return plain[source.endswith("behind")]
+        return plain[source.endswith("after")]
     found = {"module": run.model, "strategy": run.trainer.strategy}
     return found.get(source, run.trainer.precision_plugin)
 
 
 def calls_of(kind: str, source: str) -> dict[str, int]:
-    """Return how often an unharmed run calls each hook of a source."""
+    """Return how often a run without a fault calls each hook of a source."""
     counts = dict.fromkeys(CALLED[source], 0)
 
     def counting(name: str) -> Callable[..., Any]:
@@ -201,11 +200,11 @@ def calls_of(kind: str, source: str) -> dict[str, int]:
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
-    """Return what a run might leave behind in a model, in torch and in this process."""
+    """Return all that a run might change for good: the model, torch's settings, this process."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         hooks = {key: len(value) for key, value in vars(module).items() if key.endswith("_hooks")}
-        # Of the model itself Lightning keeps something.
+        # Lightning keeps attributes of the root module.
         keys = sorted(vars(module)) if name else []
         found[name] = (type(module).__name__, type(module).__module__, hooks, keys)
     for name, p in model.named_parameters():
@@ -237,14 +236,14 @@ def _is_hooks(key: str, value: Any) -> bool:
     return key.startswith("_global") and key.endswith("hooks") and hasattr(value, "__len__")
 
 
-_AFTER: dict[str, dict[str, Any]] = {}
+_TRACES_AFTER: dict[str, dict[str, Any]] = {}
 
 
-def _after(kind: str) -> dict[str, Any]:
-    """Return the traces that a run leaves that comes to its end."""
-    if kind not in _AFTER:
+def _traces_after(kind: str) -> dict[str, Any]:
+    """Return the traces of a run without a fault."""
+    if kind not in _TRACES_AFTER:
         with tempfile.TemporaryDirectory() as folder:
             run = Run(kind, Path(folder))
             run.fit()
-            _AFTER[kind] = traces(run.model)
-    return _AFTER[kind]
+            _TRACES_AFTER[kind] = traces(run.model)
+    return _TRACES_AFTER[kind]

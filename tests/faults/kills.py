@@ -1,4 +1,4 @@
-"""Processes that are killed amid a fit, and resumed from the newest checkpoint there is."""
+"""Runs that are killed during `fit` resume exactly from the newest checkpoint."""
 
 import logging
 import signal
@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from tests.faults.effects import die, die_while_writing, effects_on
-from tests.faults.runs import KINDS, Run, assert_same, newest_checkpoint, unharmed
+from tests.faults.runs import KINDS, Run, assert_same, end_without_fault, newest_checkpoint
 from tests.processes import exit_code_of
 
 __all__ = ["KILLS", "SHORT", "Kill"]
@@ -22,7 +22,7 @@ HOOKS = (
     *("on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end"),
     *("on_save_checkpoint", "on_validation_start", "on_train_epoch_end", "on_train_end"),
 )
-# The unharmed run has more: a mark to rewind to, a checkpoint and a page every three steps.
+# A run without a fault has more disk operations: a mark, a checkpoint and a page every three steps.
 EFFECTS = 60
 SHORT = {
     *("BalancedAMP-hook-on_train_batch_end-2", "PureFP16-effect-28-1"),
@@ -32,13 +32,14 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Kill:
-    """Where a run of a kind is killed.
+    """A kill of the process of a run.
 
     Args:
-        kind: Of the run.
-        how: In a hook of a callback, before an effect on its folder, or amid a write there.
-        where: The hook's name, or the number of the effect.
-        count: Which call of the hook.
+        kind: Kind of the run, a key of `KINDS`.
+        how: In a `"hook"` of a callback, before an `"effect"` (a disk operation), or during a
+            `"write"`.
+        where: Name of the hook, or number of the disk operation.
+        count: Number of the call of the hook.
     """
 
     kind: str
@@ -50,19 +51,19 @@ class Kill:
         return f"{self.kind}-{self.how}-{self.where}-{self.count}"
 
     def check(self) -> None:
-        """Kill, resume, and compare with a run that nothing has ended."""
+        """Kill a run, resume it, and compare with a run without a fault."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             expected = -signal.SIGXFSZ if self.how == "write" else -signal.SIGKILL
             code = exit_code_of(_train_until, self, name)
-            # The last files may be too short to be cut.
+            # The last files may be so short that no write exceeds the limit.
             assert code == expected or (self.how == "write" and code == 0), code
             run = Run(self.kind, folder)
             run.fit(newest_checkpoint(folder))
-            assert_same(run.end(), unharmed(self.kind))
+            assert_same(run.end(), end_without_fault(self.kind))
             assert run.page()["run"]["end"]["how"] == "finished"
             assert run.alarms() == []
-            # Of the killed run an empty folder may stay, and the file that it was writing.
+            # The killed run may leave an empty folder, and the file that it was writing.
             left = [path for path in folder.rglob("*") if path.is_file()]
             assert not [path for path in left if path.parent.name.startswith("spike_guard")], left
             assert sum(path.name.startswith(".") for path in left) <= 1, left
@@ -100,13 +101,13 @@ def _train_until(kill: Kill, name: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable()
     folder = Path(name)
-    # Where Lightning writes to before its checkpoint has its name.
+    # Lightning writes a checkpoint here before it is renamed.
     tempfile.tempdir = str(folder / "temporary")
     Path(tempfile.tempdir).mkdir()
     if kill.how == "hook":
-        Run(kill.kind, folder, behind=[Dies(kill.where, kill.count)]).fit()
+        Run(kill.kind, folder, after=[Dies(kill.where, kill.count)]).fit()
         return
-    befalls: Callable[..., None] = die if kill.how == "effect" else die_while_writing
+    injects: Callable[..., None] = die if kill.how == "effect" else die_while_writing
     run = Run(kill.kind, folder)
-    with effects_on(folder, lambda n, *_: befalls() if n == int(kill.where) else None):
+    with effects_on(folder, lambda n, *_: injects() if n == int(kill.where) else None):
         run.fit()

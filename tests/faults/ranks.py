@@ -1,4 +1,4 @@
-"""Ranks that raise, leave or are killed amid a fit: the others end in time, and say why."""
+"""If a rank raises, exits, hangs or is killed, the other ranks end in time and name the reason."""
 
 import logging
 import os
@@ -23,8 +23,8 @@ from tests.faults.runs import KINDS, Run
 
 __all__ = ["RANKS", "SHORT", "Drop"]
 
-TIMEOUT = timedelta(seconds=15)  # of a collective
-PATIENCE = 60.0  # seconds for a run of a second or two, on a machine that is busy
+TIMEOUT = timedelta(seconds=15)  # timeout of a collective
+PATIENCE = 60.0  # seconds for a run that takes two seconds on an idle machine
 STEP = 4
 WAYS = ("raises", "leaves", "is killed", "hangs")
 POINTS = (
@@ -36,12 +36,12 @@ POINTS = (
 
 @dataclass(frozen=True)
 class Drop:
-    """How a run of a kind loses its last rank.
+    """The loss of the last rank of a run.
 
     Args:
-        kind: Of the run.
-        ranks: How many there are at first.
-        how: What becomes of the last.
+        kind: Kind of the run, a key of `KINDS`.
+        ranks: Number of ranks, including the last one.
+        how: One of `WAYS`.
         point: A hook of a callback, or a place in the fifth step.
     """
 
@@ -54,7 +54,7 @@ class Drop:
         return f"{self.kind}-{self.ranks}-{self.how}-{self.point}".replace(" ", "_")
 
     def check(self) -> None:
-        """Run the ranks, and read how those ended that were not at fault."""
+        """Run all ranks, and check the errors of the ranks without a fault."""
         context = get_context("forkserver")
         with tempfile.TemporaryDirectory() as folder:
             work = [(rank, self, folder) for rank in range(self.ranks)]
@@ -77,7 +77,7 @@ class Drop:
 
 
 class Recalls(pl.Callback):
-    """Measures recall at validation, over all ranks."""
+    """Computes the recall over all ranks in validation."""
 
     def __init__(self) -> None:
         self.recall = ContrastiveRecall(top_k=[1])
@@ -89,7 +89,7 @@ class Recalls(pl.Callback):
 
 
 class Fails(pl.Callback):
-    """Lets its rank end in some way, at a point of a run."""
+    """Ends its rank at a point of the run."""
 
     def __init__(self, how: str, point: str) -> None:
         self.how, self.point = how, point
@@ -108,7 +108,7 @@ class Fails(pl.Callback):
 
 
 def fail(how: str) -> None:
-    """End this rank."""
+    """Raise, exit, hang, or kill this process."""
     if how == "raises":
         raise OSError("a disk that is gone")
     if how == "leaves":
@@ -138,7 +138,7 @@ def _run(rank: int, drop: Drop, folder: str) -> None:
     except BaseException as error:
         said = f"{type(error).__name__}: {error}"
     (Path(folder) / f"rank {rank}").write_text(said)
-    os._exit(0)  # no interpreter's end waits for a rank that is gone
+    os._exit(0)  # a regular exit might wait for the lost rank
 
 
 def _train(rank: int, drop: Drop, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Small runs in which faults are planted, and what a run has come to."""
+"""Small runs for the injection of faults, and their results."""
 
 import json
 import math
@@ -37,12 +37,12 @@ __all__ = ["CHECKPOINT_EVERY", "KINDS", "STEPS", "Run", "newest_checkpoint"]
 
 BATCHES, EPOCHS, ROWS = 6, 2, 8
 STEPS = BATCHES * EPOCHS
-CHECKPOINT_EVERY = 3  # steps, also of marks to rewind to
+CHECKPOINT_EVERY = 3  # steps between two checkpoints, and between two marks of `SpikeGuard`
 
 
 def _regression(plugin: Callable[..., Any]) -> dict[str, Any]:
     model = Regression(make_optimizer=lambda p: SafeAdamW(p, lr=1e-2), interval="step")
-    # Of few bits: an overflow, and so a skipped step, is among the steps.
+    # With this loss scale, at least one step overflows and is skipped.
     return {"model": model, "data": rows(BATCHES * ROWS), "plugins": plugin(loss_scale=2.0**8)}
 
 
@@ -60,7 +60,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 class Resumed(DataLoader[Any]):
-    """Goes on where the checkpoint was taken, for which Lightning asks a loader for its state."""
+    """A loader with a state, so that a resumed run continues at the batch of the checkpoint."""
 
     taken = 0
 
@@ -83,9 +83,11 @@ class Run:
 
     Args:
         kind: A key of `KINDS`.
-        folder: Where all files go.
-        callbacks: Return those before and behind the monitors; checkpoints come last.
-        has_checkpoints: Whether Lightning writes some.
+        folder: Folder of all files.
+        before: Callbacks before the monitors.
+        after: Callbacks after the monitors and before Lightning's checkpoints.
+        has_checkpoints: Whether Lightning writes checkpoints.
+        options: Further arguments of the Trainer.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Run:
         kind: str,
         folder: Path,
         before: Sequence[pl.Callback] = (),
-        behind: Sequence[pl.Callback] = (),
+        after: Sequence[pl.Callback] = (),
         *,
         has_checkpoints: bool = True,
         **options: Any,
@@ -107,7 +109,7 @@ class Run:
         self.guard = SpikeGuard(
             action="rewind", rewind_storage="disk", checkpoint_every_n_steps=CHECKPOINT_EVERY
         )
-        # At start and end: by time, no two runs would have the same effects on disk.
+        # Written at start and end only; with a time interval, disk operations would vary.
         self.report = InstabilityReport(every_n_seconds=math.inf)
         checkpoints = ModelCheckpoint(
             folder / "checkpoints", every_n_train_steps=CHECKPOINT_EVERY, save_top_k=-1
@@ -116,7 +118,7 @@ class Run:
             *before,
             *(LossScaleMonitor(), GradientUnderflowMonitor(**often), NonFiniteLocator()),
             *(ActivationRangeMonitor(**often), AdamStateMonitor(**often), self.guard, self.report),
-            *behind,
+            *after,
             *([checkpoints] if has_checkpoints else []),
         ]
         self.options = {"max_epochs": EPOCHS, "default_root_dir": folder, **QUIET, **parts}
@@ -124,7 +126,7 @@ class Run:
         self.options |= options
 
     def make_trainer(self) -> None:
-        """Make the Trainer, where its strategy and plugin are needed before the fit."""
+        """Make the Trainer now, for access to its strategy and plugin before `fit`."""
         self.trainer = pl.Trainer(**self.options, callbacks=self.callbacks)
 
     def fit(self, checkpoint: Path | None = None) -> pl.Trainer:
@@ -137,7 +139,7 @@ class Run:
                 path = None if checkpoint is None else str(checkpoint)
                 self.trainer.fit(self.model, self.data, self.held_out, ckpt_path=path)
         finally:
-            if dist.is_initialized() and not was_there:  # which Lightning keeps
+            if dist.is_initialized() and not was_there:  # Lightning keeps the group
                 dist.destroy_process_group()
                 os.environ.pop("MASTER_PORT", None)
         return self.trainer
@@ -151,12 +153,12 @@ class Run:
         return [torch.as_tensor(each).detach().clone() for each in (*weights, *states)]
 
     def alarms(self) -> list[str]:
-        """Return the alarms of all monitors that say that something is wrong."""
+        """Return the messages of all warnings and errors of the monitors."""
         watching = [each for each in self.callbacks if hasattr(each, "alarms")]
         return [a.message for each in watching for a in each.alarms if a.severity != "info"]
 
     def page(self) -> dict[str, Any]:
-        """Return the data of the page, which must be there; the newest of several."""
+        """Return the data of the newest page, which must exist and be complete."""
         data = max(self.folder.glob("instability*.json"), key=lambda path: path.stat().st_mtime_ns)
         page = data.with_suffix(".html").read_text()
         assert page.startswith("<!doctype html>"), page[:50]
@@ -164,18 +166,18 @@ class Run:
         return dict(json.loads(data.read_text()))
 
 
-_UNHARMED: dict[str, list[Tensor]] = {}
+_ENDS: dict[str, list[Tensor]] = {}
 
 
-def unharmed(kind: str) -> list[Tensor]:
-    """Return what a run of a kind comes to that meets no fault."""
-    if kind not in _UNHARMED:
+def end_without_fault(kind: str) -> list[Tensor]:
+    """Return weights, states and loss scale of a run without a fault."""
+    if kind not in _ENDS:
         with tempfile.TemporaryDirectory() as folder:
             run = Run(kind, Path(folder))
             run.fit()
-            _UNHARMED[kind] = run.end()
+            _ENDS[kind] = run.end()
             assert run.alarms() == []
-    return _UNHARMED[kind]
+    return _ENDS[kind]
 
 
 def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""All cases of all kinds of faults, and their number by kind."""
+"""All cases of all kinds of faults, and the number of cases by kind."""
 
 import contextlib
 import logging
@@ -10,20 +10,20 @@ from typing import Protocol
 
 from tests.faults import disks, hooks, kills, ranks
 
-__all__ = ["CASES", "Case", "counts", "is_short", "outcome", "title_of"]
+__all__ = ["CASES", "Fault", "counts", "is_short", "outcome", "title_of"]
 
 
-class Case(Protocol):
-    """A fault that is planted in a run."""
+class Fault(Protocol):
+    """A fault that is injected into a run."""
 
     @property
     def kind(self) -> str: ...
 
     def check(self) -> None:
-        """Plant it; `AssertionError` where a promise does not hold."""
+        """Inject the fault; raise `AssertionError` if a guarantee is broken."""
 
 
-CASES: dict[str, Sequence[Case]] = {
+CASES: dict[str, Sequence[Fault]] = {
     "kills": kills.KILLS,
     "disks": disks.DISKS,
     "hooks": hooks.HOOKS,
@@ -34,13 +34,13 @@ _TITLES = {
     ("kills", "hook"): "killed in a hook",
     ("kills", "effect"): "killed before a disk operation",
     ("kills", "write"): "killed during a write",
-    ("disks", "spent"): "disk full after a step",
+    ("disks", "full"): "disk full after a step",
     ("disks", "in the way"): "folder that cannot be created",
     ("disks", "removed"): "folder removed at a step",
     ("disks", "removed at every step"): "folder removed at every step",
     ("disks", "effect"): "one disk operation fails",
     ("hooks", "callback before"): "error in a callback before the monitors",
-    ("hooks", "callback behind"): "error in a callback after the monitors",
+    ("hooks", "callback after"): "error in a callback after the monitors",
     ("hooks", "module"): "error in a hook of the model",
     ("hooks", "strategy"): "error in a method of the strategy",
     ("hooks", "precision"): "error in a method of the precision plugin",
@@ -51,23 +51,23 @@ _TITLES = {
 }
 
 
-def title_of(family: str, case: Case) -> str:
-    """Return what kind of fault a case is."""
+def title_of(family: str, case: Fault) -> str:
+    """Return the kind of fault of a case, as in the table of the documentation."""
     return _TITLES[family, getattr(case, "how", None) or getattr(case, "source", "")]
 
 
-def is_short(case: Case) -> bool:
-    """Return whether `make test` tries a case; `make sweep` tries all."""
+def is_short(case: Fault) -> bool:
+    """Return whether `make test` runs a case; `make sweep` runs all cases."""
     return str(case) in _SHORT
 
 
 def counts() -> dict[str, int]:
-    """Return how many cases there are of each kind of fault."""
+    """Return the number of cases by kind of fault."""
     return dict(Counter(title_of(family, c) for family, cases in CASES.items() for c in cases))
 
 
 def outcome(work: tuple[str, int]) -> str:
-    """Return how a case has failed, if it has."""
+    """Run a case; return the error, or an empty string."""
     family, index = work
     logging.disable()
     warnings.simplefilter("ignore")

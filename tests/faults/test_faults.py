@@ -1,4 +1,4 @@
-"""No fault of disk, process, rank or user's code ends in harm that nobody is told of."""
+"""Faults of disks, processes, ranks and user code do no harm without an error or a warning."""
 
 import pytest
 
@@ -8,13 +8,13 @@ from tests.faults.hooks import CALLED, HOOKS, calls_of
 from tests.faults.kills import KILLS
 from tests.faults.ranks import RANKS
 from tests.faults.runs import KINDS
-from tests.faults.table import CASES, Case, counts, is_short
+from tests.faults.table import CASES, Fault, counts, is_short
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-def cases(all_of_them: list[Case]) -> pytest.MarkDecorator:
-    """Parametrise a test by cases; `make sweep` runs what is not among the short ones."""
+def cases(all_of_them: list[Fault]) -> pytest.MarkDecorator:
+    """Parametrise a test by cases; only `make sweep` runs cases that are not short."""
     params = [
         pytest.param(case, id=str(case), marks=() if is_short(case) else pytest.mark.sweep)
         for case in all_of_them
@@ -23,18 +23,18 @@ def cases(all_of_them: list[Case]) -> pytest.MarkDecorator:
 
 
 @cases(KILLS)
-def test_killed_run_resumes_bit_for_bit(case: Case) -> None:
+def test_killed_run_resumes_bit_for_bit(case: Fault) -> None:
     case.check()
 
 
 @cases(HOOKS)
-def test_error_in_a_hook_reaches_the_user_and_leaves_nothing_behind(case: Case) -> None:
+def test_error_in_a_hook_reaches_the_user_and_leaves_nothing_behind(case: Fault) -> None:
     case.check()
 
 
 @pytest.mark.distributed
 @cases(RANKS)
-def test_other_ranks_end_in_time_and_say_why(case: Case) -> None:
+def test_other_ranks_end_in_time_and_say_why(case: Fault) -> None:
     case.check()
 
 
