@@ -20,8 +20,8 @@ def healthy_run(model: str, precision: str, steps: int, every: int | None = None
     Args:
         model: A key of `MODELS`.
         precision: A key of `PRECISIONS`.
-        steps: How long.
-        every: How many steps apart monitors sample; `None` for their defaults.
+        steps: Number of training steps.
+        every: Steps between two samples of a monitor; `None` for the defaults.
     """
     often = {} if every is None else {"every_n_steps": every}
     module = MODELS[model](steps)

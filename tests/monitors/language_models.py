@@ -21,8 +21,8 @@ def text(generator: torch.Generator, tokens: int = TOKENS) -> Tensor:
     """Return sequences in which a word determines the next one, except for 10% noise.
 
     Args:
-        generator: Of the random numbers.
-        tokens: T.
+        generator: Generator of the random numbers.
+        tokens: Number of tokens, T.
 
     Returns:
         Tokens of shape [B, T].
@@ -69,7 +69,7 @@ class BERT(Learner):
     """Predicts the 20% of words that are masked."""
 
     def __init__(self, steps: int) -> None:
-        # 5e-3 would not be healthy: changes of the weights by 1e-6 would decide how a run ends.
+        # At 5e-3 the run would be unstable: a change of weights by 1e-6 would decide its end.
         super().__init__(steps, decays=True)
         from transformers import BertConfig, BertForMaskedLM
 
@@ -127,8 +127,8 @@ class LSTM(Learner):
         return text(generator)
 
     def loss(self, batch: Tensor) -> Tensor:
-        # oneDNN has no LSTM in fp16 on most CPUs, and torch does not look for another. That switch
-        # warns of TF32 on GPUs that are not there.
+        # oneDNN has no fp16 LSTM on most CPUs, and torch then raises an error. Disabling oneDNN
+        # warns about TF32 even without a GPU.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with torch.backends.mkldnn.flags(enabled=False):
@@ -139,7 +139,7 @@ class LSTM(Learner):
 class Experts(nn.Module):
     """A layer with one expert per word; an expert without words in the batch gets zeros.
 
-    The words of the last experts are rare: one in 300 batches has a word of the last one.
+    The words of the last experts are rare: one in 300 batches has a word of the last expert.
     """
 
     SHARES = (0.5, 0.3, 0.12, 0.06, 0.015, 0.004, 0.0008, 2.6e-5)

@@ -115,15 +115,15 @@ class GAN(Learner):
         ]
 
     def progress(self) -> tuple[float, float]:
-        """How far the mean of what is generated is from that of the ring; 2.8 at the start."""
+        """Return the distance of the mean of generated points from the ring's; 2.8 at the start."""
         return statistics.fmean(self.errors[-len(self.errors) // 10 :]), 0.5 * self.errors[0]
 
 
 class A2C(Learner):
     """Learns to hold points at the middle of a line from rewards.
 
-    The loss is that of the policy, half that of the values, and a bonus for entropy: noisy, above
-    and below zero. The points go on from step to step; one in 50 is put somewhere else.
+    The loss is the policy loss plus half the value loss minus an entropy bonus; it is noisy and
+    changes its sign. Points keep their state from step to step, but one in 50 is moved elsewhere.
     """
 
     POINTS, MOVES, DISCOUNT = 32, 5, 0.9
@@ -167,12 +167,12 @@ class A2C(Learner):
         return of_policy + 0.5 * better.square().mean() - 0.01 * torch.stack(entropies).mean()
 
     def _judge(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logarithm of what each action is chosen by, and what the state is worth."""
+        """Return the log-probabilities of the actions, and the value of the state."""
         hidden = self.body(state.to(self.policy.weight.dtype))
         return self.policy(hidden).float().log_softmax(dim=1), self.value(hidden).float()[:, 0]
 
     def progress(self) -> tuple[float, float]:
-        """How far the points are from the middle at the end, and half of how far they strayed."""
+        """Return the final distance from the middle, and half of the largest distance."""
         last = self.distances[-len(self.distances) // 10 :]
         return statistics.fmean(last), 0.5 * max(self.distances)
 
@@ -190,7 +190,7 @@ class Contrastive(Learner):
 
     def batch(self, index: int, generator: torch.Generator) -> Tensor:
         latent = torch.randn(32, 8, generator=generator)
-        # Each view has so much noise of its own that pairs are sometimes confused.
+        # Both towers get independent noise, so that pairs are sometimes confused.
         return latent + 0.4 * torch.randn(2, 32, 8, generator=generator)
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class Curriculum(Learner):
         return F.mse_loss(self.network(batch[0]).float(), batch[1].float())
 
     def progress(self) -> tuple[float, float]:
-        """The loss at the end of the widest range, and what it was when that began."""
+        """Return the final loss, and the loss when the widest range began."""
         begun = 2 * len(self.losses) // 3 + 1
         last = statistics.fmean(self.losses[-len(self.losses) // 10 :])
         return last, statistics.fmean(self.losses[begun : begun + 5])

@@ -51,8 +51,8 @@ class Batches(Dataset[Any]):
     """Batches that are generated from their index, so that they are equal in every run.
 
     Args:
-        make: Index and its generator -> batch.
-        count: How many there are.
+        make: Returns a batch, given its index and a generator that is seeded with the index.
+        count: Number of batches.
     """
 
     def __init__(self, make: Callable[[int, torch.Generator], Any], count: int) -> None:
@@ -68,13 +68,13 @@ class Batches(Dataset[Any]):
 
 
 class Learner(pl.LightningModule):
-    """Learns from generated batches; subclasses give `batch` and `loss`.
+    """Learns from generated batches; subclasses define `batch` and `loss`.
 
     Args:
-        steps: How many batches there are, which the schedule is made for.
-        lr: The highest learning rate, after a warm-up of a twentieth of the steps.
-        decays: Whether it then falls to a tenth.
-        weight_decay: Of AdamW.
+        steps: Number of batches, and length of the schedule.
+        lr: Peak learning rate, after a warm-up of a twentieth of the steps.
+        decays: Whether the learning rate then falls to a tenth.
+        weight_decay: Weight decay of AdamW.
     """
 
     optimizers_per_batch = 1
@@ -108,7 +108,7 @@ class Learner(pl.LightningModule):
         return warmed * (max(0.1, 1 - step / self.steps) if self.decays else 1.0)
 
     def make_optimizer(self) -> Optimizer:
-        """Return the optimizer of all weights that are trained."""
+        """Return the optimizer of all trainable parameters."""
         trained = [p for p in self.parameters() if p.requires_grad]
         return AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
 
@@ -121,9 +121,10 @@ class Learner(pl.LightningModule):
         return DataLoader(Batches(self.batch, self.steps), batch_size=None)
 
     def progress(self) -> tuple[float, float]:
-        """Return what was measured at the end, and what it must be below for a run that learned.
+        """Return a final measurement, and the bound below which the run has learned.
 
-        By default the mean loss of the last tenth, and nine tenths of that of the first.
+        By default, these are the mean loss of the last tenth of the steps, and 90% of the mean loss
+        of the first tenth.
         """
         tenth = max(len(self.losses) // 10, 1)
         first, last = self.losses[:tenth], self.losses[-tenth:]
@@ -134,9 +135,9 @@ def all_monitors(folder: str, towers: Sequence[str] = (), **often: int) -> list[
     """Return one of each monitor at its default settings.
 
     Args:
-        folder: Where the report is written.
-        towers: Modules whose outputs are features; none for those that a loss is called with.
-        often: `every_n_steps` for those that sample, where a run is too short for the default.
+        folder: Folder of the report.
+        towers: Modules whose outputs are features; if empty, the features are those of the loss.
+        often: `every_n_steps` of sampling monitors, for runs that are too short for the default.
     """
     return [
         LossScaleMonitor(),
@@ -156,13 +157,13 @@ class Outcome:
     """The result of a run.
 
     Args:
-        model: As it was trained.
-        alarms: Of all monitors, by step; notes of severity `info` apart.
-        notes: These.
-        steps: Batches that were trained on.
-        error: What ended it before its time, or nothing.
-        measured: What `progress` returned first; not finite where weights or losses are not.
-        bound: What it returned second.
+        model: The trained model.
+        alarms: Warnings and errors of all monitors, by step.
+        notes: Alarms of severity `info`.
+        steps: Number of trained batches.
+        error: The error that ended the run early, or an empty string.
+        measured: The measurement of `progress`; NaN if weights or losses are not finite.
+        bound: The bound of `progress`.
     """
 
     model: Learner
@@ -175,7 +176,7 @@ class Outcome:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it came to its end, is finite, and learned."""
+        """Whether the run was completed, is finite, and has learned."""
         return not self.error and math.isfinite(self.measured) and self.measured < self.bound
 
 
@@ -191,9 +192,9 @@ def train(
     Args:
         model: The model.
         plugin: A precision plugin; `None` for fp32.
-        callbacks: More callbacks, behind the monitors.
-        often: As for `all_monitors`.
-        options: Of the Trainer.
+        callbacks: Further callbacks, after the monitors.
+        often: See `all_monitors`.
+        options: Further arguments of the Trainer.
     """
     error = ""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), one_thread():

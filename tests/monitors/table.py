@@ -1,8 +1,8 @@
 """Count false alarms: train healthy models under all monitors, and print one table.
 
-Every model is trained in every precision with all monitors at their default settings. Whatever
-they raise is a false alarm; notes of severity `info` do not count. A row that did not learn is
-marked: what it says about monitors is worth nothing.
+Every model is trained in every precision with all monitors at their default settings. Every alarm
+is a false alarm; notes of severity `info` do not count. Rows that did not learn are marked, because
+their alarms may be right.
 
     python -m tests.monitors.table
     python -m tests.monitors.table --only GPT-2 GAN --precision fp32 --steps 200 -j 1
@@ -30,7 +30,7 @@ from lightning_mp.callbacks import Alarm
 from lightning_mp.plan.table import aligned
 from tests.monitors.healthy_models import MODELS, PRECISIONS, healthy_run
 
-Row = tuple[str, str, int, int | None]  # model, precision, steps, how often monitors sample
+Row = tuple[str, str, int, int | None]  # model, precision, steps, `every_n_steps`
 HEADER = ["model", "precision", "steps", "false alarms", "per 1000", "learned", "rules"]
 ALARMS = ["model", "precision", "step", "monitor", "kind", "tensor", "message"]
 

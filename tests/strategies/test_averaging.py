@@ -82,7 +82,7 @@ def test_missing_gradients_count_as_zeros_and_stay_none_if_missing_on_all_ranks(
     first, *others = run_ranks(_average, RANKS, bucket_bytes, hook)
     for name, parameter in Parts().named_parameters():
         value = first[name]
-        if name == "frozen":  # as each rank had it
+        if name == "frozen":  # keeps the value of each rank
             assert not torch.equal(value, others[0][name])
             continue
         assert all((value is None) == (other[name] is None) for other in others)
