@@ -71,7 +71,7 @@ class FactsRecorder(pl.Callback):
             self._readback.drain()
         self.trainer: Any = None  # while training
         self._monitors: list[Any] = []
-        self._measures_norm = self._is_lockstep = False
+        self._measures_norm = self._is_late = self._is_lockstep = False
         self._due: set[Optimizer] = set()
         self._pending: list[_Pending] = []
         self._arrived: deque[tuple[StepFacts, dict[Any, Sample]]] = deque()
@@ -95,6 +95,16 @@ class FactsRecorder(pl.Callback):
         """Wait for all pending copies and receive them."""
         for each in self._readback.drain():
             each.context["receive"](each.array)
+
+    def _receive(self) -> None:
+        """Judge the steps that have arrived."""
+        # On a GPU, copies may be ready on one rank and pending on another. Lightning has waited for
+        # the device at the start of the batch, so `drain` does not wait.
+        if self._is_lockstep:
+            self.drain()
+        for each in self._readback.ready():
+            each.context["receive"](each.array)
+        self.deliver()
 
     def deliver(self) -> None:
         """Let all monitors judge the steps that have arrived, and raise their alarms."""
@@ -128,8 +138,8 @@ class FactsRecorder(pl.Callback):
         self._monitors = [c for c in callbacks if getattr(c, "recorder", None) is self]
         self._measures_norm = any(monitor.needs_gradient_norm for monitor in self._monitors)
         # Monitors act on arrived facts, so facts must arrive at the same step on all ranks.
-        is_late = trainer.strategy.root_device.type != "cpu"
-        self._is_lockstep = trainer.world_size > 1 and is_late
+        self._is_late = trainer.strategy.root_device.type != "cpu"
+        self._is_lockstep = self._is_late and trainer.world_size > 1
         if any(monitor.save_batch for monitor in self._monitors):
             self.batches = BatchKeeper(trainer)
         if isinstance(scaler_of(trainer), torch.amp.GradScaler):
@@ -156,9 +166,8 @@ class FactsRecorder(pl.Callback):
     @override
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
-        if self._is_lockstep:
-            # Lightning has waited for the device at the start of the batch, so this does not wait.
-            self.drain()
+        if self._is_late:
+            self._receive()  # while the GPU is busy with the backward
         # `trainer.optimizers` holds the optimizer inside a `LightningOptimizer`.
         plain, scale = getattr(optimizer, "optimizer", optimizer), loss_scale_of(trainer)
         lr = next((group.get("lr") for group in optimizer.param_groups), None)
@@ -198,11 +207,10 @@ class FactsRecorder(pl.Callback):
             # In manual optimization, a backward may bypass Lightning.
             self._pending[-1].parts["loss"] = loss.detach().float().mean()
         self._observe("batch end")
+        is_received = self._is_late and (bool(self._pending) or self._is_lockstep)
         self._submit(trainer)
-        # On a GPU, copies may be ready on one rank and pending on another.
-        for each in () if self._is_lockstep else self._readback.ready():
-            each.context["receive"](each.array)
-        self.deliver()
+        if not is_received:
+            self._receive()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
