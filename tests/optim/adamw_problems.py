@@ -1,4 +1,4 @@
-"""Problems for the fused step, and how far its results are from others'."""
+"""Problems for the fused step, and comparisons of its results."""
 
 from itertools import product
 from typing import Any
@@ -27,57 +27,57 @@ __all__ = [
 ]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Of weights and gradients, and how weights are written.
+# Dtypes of weights and of gradients, and `write_back`.
 DTYPES = [
     *product((FP16, BF16), (FP16, BF16, FP32), ("kahan", "nearest", "stochastic")),
     *product([FP32], (FP16, BF16, FP32), ("nearest",)),
 ]
-# A block and parts of blocks, one element, none at all.
+# A block, parts of blocks, one element, and no element.
 SHAPES = (33, 31), (), (2, 0), (1024,)
-# Some roots of second moments are below this epsilon, some above.
+# Some roots of second moments are below this epsilon, and some are above.
 OPTIONS: dict[str, Any] = {
     "lr": 0.05, "beta1": 0.9, "beta2": 0.99, "eps": 0.05, "weight_decay": 0.1, "maximize": False,
     "rule": "adam", "write_back": "kahan", "seed": 7, "clip_update_rms": None, "grad_scale": None,
     "found_inf": None,
 }  # fmt: skip
-# Relative to a weight: what the last place of its format is worth.
+# ULP of a weight without and with a residual, relative to the weight.
 _STEPS = {FP32: 2.0**-22, FP16: 2.0**-10, BF16: 2.0**-7}
 _KAHAN_STEPS = {FP16: 2.0**-20, BF16: 2.0**-14}
-# Of the fp32 math, relative to the largest weight or step.
+# Rounding error of the fp32 math, relative to the largest weight or step.
 _ROUNDING = 4e-7
 
 
 class Problem(AdamWBatch):
-    """The tensors of one step, and what is expected of it."""
+    """The tensors of one step, with methods that perform it on a copy."""
 
     @classmethod
     def of(cls, lists: list[list[Tensor]], steps: list[Tensor]) -> "Problem":
-        """Return a problem of `lists`, with step counts of its own."""
+        """Return a problem of `lists`, with copies of the step counts."""
         residuals = lists[4] if len(lists) > 4 else []
         return cls(*lists[:4], residuals, [step.clone() for step in steps])
 
     def copy(self) -> "Problem":
-        """Return a copy whose tensors are laid out as these are, at aligned addresses."""
+        """Return a copy with the same layouts, at aligned addresses."""
         return self.map(Tensor.clone)
 
     def map(self, function: Any) -> "Problem":
-        """Return a problem of what a function makes of all tensors but step counts."""
+        """Return a problem with `function` applied to all tensors except step counts."""
         return Problem.of([[function(t) for t in each] for each in self.lists], self.steps)
 
     def after(self, step: Any, **options: Any) -> "Problem":
-        """Return what a step makes of a copy."""
+        """Return a copy after a step."""
         copy = self.copy()
         step(copy, AdamWOptions(**{**OPTIONS, **options}))
         return copy
 
     def weights(self) -> list[Tensor]:
-        """Return what weights and residuals stand for."""
+        """Return the fp32 values that weights and residuals represent."""
         if not self.residuals:
             return [p.float() for p in self.params]
         return [join_weight(*pair) for pair in zip(self.params, self.residuals, strict=True)]
 
     def in_float64(self, **options: Any) -> list[AdamWReference]:
-        """Return the weights and moments that a step leads to, in float64."""
+        """Return the weights and moments after a step in float64."""
         options = {**OPTIONS, **options}
         betas = options["beta1"], options["beta2"]
         names = ("lr", "eps", "weight_decay", "clip_update_rms", "rule")
@@ -94,7 +94,7 @@ class Problem(AdamWBatch):
         return references
 
     def is_same(self, other: "Problem") -> bool:
-        """Return whether all bits are the same, those of NaN as well."""
+        """Return whether all values are equal; NaN equals NaN."""
         pairs = zip(sum(self.lists, []), sum(other.lists, []), strict=True)
         return all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs)
 
@@ -107,7 +107,7 @@ def make_problem(
     has_residuals: bool | None = None,
     device: str = "cpu",
 ) -> Problem:
-    """Return a problem in the middle of training, of fresh random data."""
+    """Return a problem with random data, as in the middle of training."""
 
     def random(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, device=device)
@@ -115,7 +115,7 @@ def make_problem(
     params = [random(shape).to(half) for shape in shapes]
     residuals = []
     if has_residuals if has_residuals is not None else half != FP32:
-        # Up to half a step of the weight, in units of the residual.
+        # Up to half a ULP of the weight, in units of the residual.
         part = 0.3 if half == FP16 else 0.3 * 2**-8
         residuals = [(p.float().abs() * part * random(p.shape).tanh()).to(half) for p in params]
     return Problem(
@@ -135,19 +135,19 @@ def fresh(
     shapes: Any = SHAPES,
     device: str = "cpu",
 ) -> Problem:
-    """Return a problem with residuals if it is to be stepped with them."""
+    """Return a random problem, with residuals for half weights if `write_back` is "kahan"."""
     has_residuals = half != FP32 and write_back == "kahan"
     return make_problem(shapes, half, grad, has_residuals=has_residuals, device=device)
 
 
 def off_by_one_element(tensor: Tensor) -> Tensor:
-    """Return a copy that is not aligned to more than its elements."""
+    """Return a copy that is aligned to its element size only."""
     longer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     return longer[1:].view(tensor.shape).copy_(tensor)
 
 
 def disagreement(found: Problem, expected: Problem | list[AdamWReference]) -> float:
-    """Return the largest difference of moments and weights, in units of what rounding explains."""
+    """Return the largest difference of moments and weights, relative to the rounding error."""
     if isinstance(expected, Problem):
         weights, moments = expected.weights(), (expected.exp_avgs, expected.exp_avg_sqs)
     else:
@@ -167,7 +167,7 @@ def disagreement(found: Problem, expected: Problem | list[AdamWReference]) -> fl
 
 
 def agreeing_step(problem: Problem, **options: Any) -> Problem:
-    """Return what the fused step makes of a problem, held against float64 and against torch."""
+    """Return the problem after the fused step, which must agree with float64 and with torch."""
     fused = problem.after(fused_adamw_step, **options)
     assert disagreement(fused, problem.in_float64(**options)) < 1
     if options["write_back"] != "stochastic":

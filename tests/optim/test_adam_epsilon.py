@@ -35,14 +35,14 @@ REFUSED: dict[str, Make] = {
     "Adagrad-foreach": lambda ps: optim.Adagrad(ps, foreach=True),
     "derived": lambda ps: Derived(ps),
 }
-# And those that can.
+# Optimizers that can step half parameters with fp32 states.
 MOVED: dict[str, Make] = {
     "RMSprop": lambda ps: optim.RMSprop(ps, lr=LR, foreach=False),
     "RMSprop-foreach": lambda ps: optim.RMSprop(ps, lr=LR, momentum=0.5, foreach=True),
     "Adagrad": lambda ps: optim.Adagrad(ps, lr=LR, foreach=False),
     "Adadelta": lambda ps: optim.Adadelta(ps, lr=1.0, eps=1e-9),
 }
-# And those that have nothing to lose, or of which nothing is known.
+# Optimizers whose epsilon is safe, or of which nothing is known.
 UNTOUCHED: dict[str, Make] = {
     "SafeAdamW": lambda ps: SafeAdamW(ps),
     "SGD": lambda ps: optim.SGD(ps, momentum=0.9),
@@ -65,7 +65,7 @@ class Declared(optim.Adam):
 
 
 class Foreign(Optimizer):
-    """Has an epsilon, and nobody knows where."""
+    """Has an epsilon of unknown use."""
 
     moment = "exp_avg_sq"
 
@@ -130,7 +130,7 @@ def test_check_reports_names_of_trainable_half_parameters_without_master_weights
 def test_check_gives_the_failing_gradient_of_other_torch_optimizers(
     make: Make, blow_up: float
 ) -> None:
-    gradient = torch.arange(0x5C00, dtype=torch.int16).view(FP16)  # up to 256
+    gradient = torch.arange(0x5C00, dtype=torch.int16).view(FP16)  # all fp16 numbers up to 256
     parameter = nn.Parameter(torch.zeros_like(gradient))
     optimizer = make([parameter])
     ((_, report),) = check_adam_epsilon(optimizer)
@@ -163,7 +163,7 @@ def test_safe_adamw_accepts_the_arguments_that_the_guard_recommends(
     kind: Any, others: tuple[str, ...], fused: bool
 ) -> None:
     if fused and "differentiable" in others:
-        others = ()  # torch refuses both
+        others = ()  # torch refuses the two together
     options = {"fused": fused, **dict.fromkeys(others, True)}
     parameter = half_parameter()
     optimizer = kind([parameter], lr=1e-3, **options)
@@ -200,7 +200,7 @@ def test_guard_leaves_other_optimizers_untouched(make: Make) -> None:
     before = copy.deepcopy(optimizer.state_dict())
     assert guard_adam_epsilon(optimizer) == []
     assert str(optimizer.state_dict()) == str(before)
-    step(optimizer, 1e-2)  # a first step makes the states
+    step(optimizer, 1e-2)  # the first step creates the states
     if not isinstance(optimizer, Foreign):
         assert guard_adam_epsilon(optimizer) == []
         assert parameter.isfinite().all()
@@ -274,7 +274,7 @@ def test_foreach_adagrad_multiplies_gradients_by_the_learning_rate_in_half() -> 
 def test_guard_keeps_existing_fp32_states_through_checkpoints() -> None:
     parameter = half_parameter()
     optimizer = optim.Adagrad([parameter])
-    for handle in guard_adam_epsilon(optimizer):  # a first fit, and its end
+    for handle in guard_adam_epsilon(optimizer):  # as at the end of a first fit
         handle.remove()
     guard_adam_epsilon(optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -302,7 +302,7 @@ def test_guard_judges_other_libraries_optimizers_by_their_states() -> None:
         guard_adam_epsilon(refused)
     for known_good in (
         Foreign([half_parameter()], dtype=FP32),
-        Foreign([half_parameter()], eps=1e-6),  # for all that is known, inside the root
+        Foreign([half_parameter()], eps=1e-6),  # epsilon may be inside the root
         Foreign([half_parameter()], eps=0.0),
         Foreign([half_parameter(dtype=BF16)]),
         ForeignLars([half_parameter()]),

@@ -1,6 +1,6 @@
-"""The kernels of the fused step, compiled for GPUs that are not there.
+"""The kernels of the fused step, compiled without a GPU.
 
-A spilled register or a load of 4 bytes where one of 16 would do shows in no test of numbers.
+Tests of numbers do not show spilled registers, or loads of 4 bytes instead of 16.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ from tests.optim.adamw_problems import BF16, FP16, FP32, OPTIONS, make_problem
 
 pytestmark = pytest.mark.slow
 
-# 1024 threads on a multiprocessor have 64 loads of 1 KiB under way: more than any chip needs.
+# With 64 registers, 1024 threads fit on a multiprocessor, enough to keep its memory busy.
 MOST_REGISTERS = 64
 
 
 @dataclass(frozen=True)
 class Request:
-    """One kernel to compile: its name, the architecture, and what it steps."""
+    """A kernel to compile: its name, the architecture, the dtypes and the options."""
 
     kernel: str
     arch: int
@@ -42,7 +42,7 @@ class Request:
 
 
 def launch(request: Request) -> None:
-    """Launch the kernels of a step, as `compiling` has it done without a device."""
+    """Launch the kernels of a step; `compiling` records them without a device."""
     problem = make_problem(
         [(64,)], request.half, request.grad, has_residuals=request.write_back == "kahan"
     )
@@ -85,7 +85,7 @@ def compiled(pytestconfig: pytest.Config) -> Iterator[Compile]:
 
 
 def requests(cases: list[Request]) -> pytest.MarkDecorator:
-    """Return a parametrization; of 8.0, `make test` compiles what keeps the most in registers."""
+    """Return a parametrization; for 8.0, `make test` compiles the kernel with most registers."""
     gate = {case for case in cases if case.arch == 90} | {STEPS[6]}
     params = [pytest.param(case, marks=[pytest.mark.sweep] * (case not in gate)) for case in cases]
     return pytest.mark.parametrize("request_", params, ids=str, scope="module")
@@ -105,7 +105,7 @@ def test_kernel_spills_no_registers(compiled: Compile, request_: Request) -> Non
 
 @kernels
 def test_only_aligned_blocks_are_read_in_vectors(compiled: Compile, request_: Request) -> None:
-    """16 bytes a thread of what is fp32, 8 of what is half, once each; the rest is masked."""
+    """A thread reads 16 bytes of fp32 and 8 bytes of half tensors; other blocks are masked."""
     kernel = compiled(request_)
     is_step, has_residual = request_ in STEPS, request_.write_back == "kahan"
     states = 2 if is_step else 1
@@ -115,7 +115,7 @@ def test_only_aligned_blocks_are_read_in_vectors(compiled: Compile, request_: Re
         wide = sum(dtype == FP32 for dtype in dtypes)
         found = {one: n for one, n in kernel.instructions.items() if one.startswith(name)}
         assert sum(n for one, n in found.items() if one.endswith(".128")) == wide
-        # Two for each thread and tensor in a masked block.
+        # In a masked block, a thread has two instructions for each half tensor.
         masked = sum(n for one, n in found.items() if one.endswith(".U16"))
         assert masked == 2 * (len(dtypes) - wide)
     if is_step:
@@ -128,10 +128,10 @@ def test_only_aligned_blocks_are_read_in_vectors(compiled: Compile, request_: Re
 def test_values_do_not_pass_through_shared_memory(compiled: Compile, request_: Request) -> None:
     kernel = compiled(request_)
     if request_.write_back == "stochastic":
-        # Masked blocks have fewer quads than threads: the noise is handed around.
+        # Masked blocks have fewer groups of four than threads, so threads exchange the noise.
         assert kernel.shared_bytes <= 4 * 32 * NUM_WARPS * 2
     else:
-        of_warps = 4 * NUM_WARPS  # partial sums of the clip
+        of_warps = 4 * NUM_WARPS  # partial sums for clipping
         assert kernel.shared_bytes <= of_warps * (request_.clip_update_rms is not None)
 
 

@@ -41,7 +41,7 @@ def test_report_thresholds_equal_those_of_torch_adam(
     parameter.grad = gradient
     optimizer.step()
     v = optimizer.state[parameter]["exp_avg_sq"]
-    assert torch.equal(v == 0, gradient.double() <= report.blow_up_gradient * (1 + 1e-6))  # in fp32
+    assert torch.equal(v == 0, gradient.double() <= report.blow_up_gradient * (1 + 1e-6))
     assert torch.equal(v.isinf(), gradient.double() >= report.overflow_gradient * (1 - 1e-6))
 
 
@@ -55,7 +55,7 @@ def test_report_gives_the_largest_step_of_torch_adam_in_fp16(beta2: float, eps: 
     parameter.grad = gradient
     optimizer.step()
     largest = parameter.abs().max().item() / LR
-    # A second moment of one subnormal step may stand for 1.5 of them.
+    # A second moment of one subnormal ULP may be rounded from 1.5 ULP.
     assert report.largest_step * (1 - 1e-3) <= largest or report.is_safe
     assert largest <= report.largest_step * math.sqrt(1.5) * (1 + 1e-3)
     assert report.is_safe == (eps >= math.sqrt(2**-25 / (1 - beta2)))

@@ -1,4 +1,4 @@
-"""The fused step on the GPU it is for, against torch and float64 on the same device."""
+"""The fused step on a GPU, compared with torch and float64 on the same device."""
 
 import functools
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from tests.optim.adamw_problems import (
 
 pytestmark = pytest.mark.gpu
 
-# Whole chunks, parts of them, one element, none at all, and many parts for the clip.
+# Whole chunks, parts of chunks, one element, no element, and many parts for clipping.
 SHAPES = ((1000, 1003), (), (2, 0), (4096,), (64, 3, 7, 7), (5, 1, 5), (8_000_001,))
 
 
@@ -101,7 +101,7 @@ def test_step_does_not_synchronize():
     scale, found_inf = (torch.tensor(value, device="cuda") for value in (4.0, 0.0))
     options = {"clip_update_rms": 1.0, "grad_scale": scale, "found_inf": found_inf}
     problem.after(fused_adamw_step, **options)  # compiles
-    copy = problem.copy()  # at other addresses: tables are made anew
+    copy = problem.copy()  # other addresses need new tables
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -112,7 +112,7 @@ def test_step_does_not_synchronize():
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_captured_step_can_be_replayed(is_known):
-    """By the kernel after a step of these tensors, which a capture on another stream finds."""
+    """The capture uses the kernel if a step on another stream has built its tables, else torch."""
     problem = fresh(FP16, FP16, shapes=[(1000, 17), (33,)])
     params = [torch.nn.Parameter(param) for param in problem.params]
     expected = [torch.nn.Parameter(param.detach().clone()) for param in params]

@@ -1,6 +1,6 @@
-"""What torch's Adam does to half parameters: the facts that the guard and SafeAdamW answer.
+"""Effects of torch's Adam on half parameters, which the guard and SafeAdamW prevent.
 
-A failure here says that torch has changed, and which of our docstrings no longer holds.
+A failure means that torch has changed and that the docstring with the same number is outdated.
 """
 
 import copy
@@ -22,17 +22,17 @@ every = pytest.mark.parametrize("options", EVERY.values(), ids=EVERY)
 
 LR = 2.0**-10  # a power of two, so that no update is rounded twice
 
-# Thresholds as they are told: sqrt(2^-25 / (1 - beta2)).
+# Documented thresholds, sqrt(2^-25 / (1 - beta2)), by beta2.
 THRESHOLDS = {0.999: 5.46e-3, 0.95: 7.7e-4, 0.9999: 1.73e-2}
 
 
 def every_gradient() -> Tensor:
-    """Return all 31744 finite fp16 numbers that are not negative, in ascending order."""
+    """Return all 31744 nonnegative finite fp16 numbers, in ascending order."""
     return torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)
 
 
 def first_step(gradient: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return |update| / lr of each gradient's first step from zero states, and the states."""
+    """Return |update| / lr of the first step by each gradient, and the states after it."""
     parameter = nn.Parameter(torch.zeros_like(gradient))
     optimizer = Adam([parameter], lr=LR, **options)
     parameter.grad = gradient.clone()
@@ -83,7 +83,7 @@ def test_adam_in_fp16_blows_up_only_below_the_threshold(
     update, _ = first_step(gradient, betas=(0.9, beta2), **options)
     threshold = math.sqrt(2**-25 / (1 - beta2))
     assert threshold == pytest.approx(THRESHOLDS[beta2], rel=5e-3)
-    # Up to 5 subnormal steps, the first moment, a tenth of it, is 0 too: 0 / 0.
+    # Up to 5 subnormal ULP, the first moment, a tenth of the gradient, is 0 as well: 0 / 0 = NaN.
     is_nan = gradient.double() <= 5 * 2.0**-24
     is_inf = (gradient.double() <= threshold) & ~is_nan
     assert torch.equal(update.isnan(), is_nan)
@@ -120,7 +120,7 @@ def test_fused_adam_in_fp16_loses_its_second_moment_and_steps_grow() -> None:
     assert history[0][0] == 1
     assert history[99][0] == pytest.approx(9.7, abs=0.05)
     assert history[2999][0] == pytest.approx(30.7, abs=0.05)
-    assert all(math.isfinite(update) for update, _ in history)  # silent
+    assert all(math.isfinite(update) for update, _ in history)
 
 
 @every
@@ -167,7 +167,7 @@ def test_load_state_dict_casts_fp32_states_to_the_parameter_dtype(
     loaded = Adam([half], **options)
     loaded.load_state_dict(saved.state_dict())
     assert loaded.state[half]["exp_avg_sq"].dtype == torch.float16
-    assert (loaded.state[half]["exp_avg_sq"] == 0).all()  # it was 1e-9
+    assert (loaded.state[half]["exp_avg_sq"] == 0).all()  # 1e-9 before loading
 
 
 @pytest.mark.slow
@@ -190,13 +190,13 @@ def test_lightning_16_true_with_adam_makes_every_weight_non_finite_in_three_step
 
 @pytest.fixture(scope="module")
 def updates_after_zeros() -> dict[int, float]:
-    """Return |update| / lr of an old gradient after N zeros, when long training went before."""
+    """Return |update| / lr of the usual gradient after N zero gradients late in training."""
     parameter, gradient = nn.Parameter(torch.zeros(1)), 0.7
     optimizer = Adam([parameter], lr=LR)
     parameter.grad = torch.full_like(parameter, gradient)
     optimizer.step()
     state = optimizer.state[parameter]
-    state["step"].fill_(1e5)  # bias correction is over
+    state["step"].fill_(1e5)  # bias correction has ended
     state["exp_avg"].fill_(gradient)
     state["exp_avg_sq"].fill_(gradient**2)
     parameter.grad.zero_()
@@ -219,10 +219,10 @@ def updates_after_zeros() -> dict[int, float]:
 def test_zero_gradients_starve_the_second_moment(
     updates_after_zeros: dict[int, float], zeros: int, growth: float
 ) -> None:
-    """In fp32, and in every format: the old gradient then moves the weight by up to 31 times."""
+    """This occurs in every dtype, also in fp32: the next update is up to 31 times as large."""
     update = updates_after_zeros[zeros]
     assert update == pytest.approx(growth, rel=5e-3)
-    # Of the first moment only the new gradient's share is left, 1 - beta1 = .1.
+    # The first moment holds only the share of the new gradient, 1 - beta1 = 0.1.
     assert update == pytest.approx(0.1 / math.sqrt(0.999 ** (zeros + 1) + 0.001), rel=1e-3)
 
 
@@ -232,5 +232,5 @@ def test_formula_for_starved_moments_has_known_limits(
 ) -> None:
     assert 0.1 / math.sqrt(0.999**1 + 0.001) == pytest.approx(0.100, abs=5e-4)
     assert 0.1 / math.sqrt(0.001) == pytest.approx(3.162, abs=5e-4)
-    # Without any zeros the first moment is all there, and the update is the usual one.
+    # Without zero gradients, the first moment has not decayed and the update is as usual.
     assert updates_after_zeros[0] == pytest.approx(1.0, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Where the kernels of the fused step find the tensors: layouts, alignment, what is kept of it."""
+"""Tables of the fused step: layouts and alignment of tensors, reuse of tables."""
 
 import math
 
@@ -79,7 +79,7 @@ def test_dense_layouts_and_dimensions_of_one_need_no_copy():
 
 
 def test_offsets_beyond_2_to_the_31_are_correct():
-    """The table says where a tensor of 2^33 elements would begin, of which one chunk is there."""
+    """The table has the address of a tensor of 2^33 elements, of which only one chunk exists."""
     chunk = 2**33 // CHUNK.value - 1
     problem = make_problem([(CHUNK.value,)])
     expected = problem.after(fused_adamw_step)
@@ -160,7 +160,7 @@ def test_memory_of_tables_is_bounded():
     kept = []
     for _ in range(100):
         problem.grads = [torch.randn(5)]
-        kept.append(problem.grads)  # else the next would be at the same place
+        kept.append(problem.grads)  # otherwise the next one might get the same address
         with tables_of(problem.lists, problem.steps):
             pass
     templates = adamw_tables._templates.values()
@@ -174,7 +174,7 @@ def test_capture_uses_existing_tables_and_keeps_them(monkeypatch):
     with tables_of(problem.lists, problem.steps) as made:
         pass
     key = adamw_tables._key_of(problem.lists, problem.steps)
-    # Captures have a stream of their own.
+    # A capture runs on another stream.
     monkeypatch.setattr(adamw_tables, "_key_of", lambda *_: (key[0], 7, key[2]))
     found = tables_for_capture(problem.lists, problem.steps)
     assert all(mine is other for mine, other in zip(found, made, strict=True))

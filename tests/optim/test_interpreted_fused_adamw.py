@@ -33,7 +33,7 @@ pytestmark = pytest.mark.interpreted
 LONG = (CHUNK.value + BLOCK.value + 1,)
 HALVES = FP16, BF16
 CASES = [
-    # Every eighth case has the same of the last three; 3 and 8 have no common divisor.
+    # The last three values repeat every eight cases; 3 and 8 have no common divisor.
     (*dtypes, rule, (3 * index & 1) > 0, (3 * index & 2) > 0, (3 * index & 4) > 0)
     for index, (rule, dtypes) in enumerate(product(("adam", "atan2"), DTYPES))
 ]
@@ -48,7 +48,7 @@ def test_step_agrees_with_torch_and_float64(
     options = {
         "write_back": write_back,
         "rule": rule,
-        "clip_update_rms": 0.5 if is_clipped else None,  # bites: the RMS is about 3
+        "clip_update_rms": 0.5 if is_clipped else None,  # active, because the RMS is about 3
         "maximize": maximize,
         "grad_scale": torch.tensor(3.0) if is_scaled else None,
         "found_inf": torch.tensor(0.0) if is_scaled else None,
@@ -76,7 +76,7 @@ def test_bias_corrections_are_accurate_from_step_1_to_10_million(betas):
     problem = make_problem([(64,)] * len(counts))
     for index, count in enumerate(counts):
         problem.params[index].zero_()
-        problem.grads[index].abs_()  # nothing cancels
+        problem.grads[index].abs_()  # no cancellation
         problem.exp_avgs[index].abs_()
         problem.steps[index].fill_(count)
     fused = problem.after(fused_adamw_step, **options)
@@ -171,7 +171,7 @@ def test_zero_second_moments_give_finite_updates():
 def test_residual_of_an_overwritten_weight_is_ignored(half):
     problem = make_problem([(4000,)], half, half)
     problem.params[0][::2] = 0
-    # Those of the others: around half a step of the weight, on both sides of it.
+    # Residuals of the other weights are just below and just above half a ULP of the weight.
     others = problem.params[0][1::2].float()
     half_step = others.frexp().exponent.exp2() / 4 * torch.finfo(half).eps
     near = half_step * torch.linspace(0.98, 1.02, 2000) / residual_unit(half)
@@ -186,7 +186,7 @@ def test_residual_of_an_overwritten_weight_is_ignored(half):
 
 
 @pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("magnitude", [1.0, 2.0**-15])  # the latter among fp16's subnormals
+@pytest.mark.parametrize("magnitude", [1.0, 2.0**-15])  # 2^-15 is subnormal in fp16
 def test_stochastic_rounding_is_unbiased(half, magnitude):
     count, part = 24_000, 0.3
     low = torch.tensor(magnitude * 1.25, dtype=half)
@@ -195,7 +195,7 @@ def test_stochastic_rounding_is_unbiased(half, magnitude):
     fp32 = low.float() + (high.float() - low.float()) * part
     for param, grad, exp_avg, exp_avg_sq in zip(*problem.lists, strict=True):
         param.fill_(low.item())
-        # The update is exactly the part of a step: m / 1 over the root of 1.
+        # With v of 1 the update is m, exactly `part` of a ULP.
         exp_avg.fill_((low.float() - fp32).item())
         exp_avg_sq.fill_(1.0)
         grad.zero_()
@@ -209,7 +209,7 @@ def test_stochastic_rounding_is_unbiased(half, magnitude):
     is_up = (values == high).float()
     spread = math.sqrt(part * (1 - part) / count)
     assert abs(is_up.mean().item() - part) < 5 * spread
-    # Neighbours, quads and tensors do not share their noise.
+    # The noise of neighbours, groups of four, blocks, chunks and tensors is independent.
     for distance in (1, 2, 3, 4, BLOCK.value, CHUNK.value, count // 2):
         both = (is_up[distance:] * is_up[:-distance]).mean().item()
         assert abs(both - part**2) < 6 * math.sqrt(part**2 / (count - distance))
@@ -218,7 +218,7 @@ def test_stochastic_rounding_is_unbiased(half, magnitude):
 def test_stochastic_rounding_keeps_non_finite_values():
     problem = make_problem([(3000,)], BF16, FP32, has_residuals=False)
     problem.params[0][::2] = -torch.inf
-    # The NaN that GPUs make: with any noise its bits are those of a small number.
+    # The NaN of GPUs: adding noise to its bits would give a small number.
     problem.grads[0] = torch.full((3000,), 2**31 - 1, dtype=torch.int32).view(FP32)
     problem.grads[0][::2] = 1.0
     rounded = problem.after(fused_adamw_step, write_back="stochastic").params[0]

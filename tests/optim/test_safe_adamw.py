@@ -88,7 +88,7 @@ def test_safe_adamw_in_float64_matches_torch_to_the_last_digits() -> None:
 )
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    # 30 steps, each rounded to 24, 22 and 16 bits.
+    # Each of 30 steps is rounded to 24, 22 or 16 bits.
     [(torch.float32, 2e-6), (torch.float16, 1e-5), (torch.bfloat16, 4e-4)],
     ids=["fp32", "fp16", "bf16"],
 )
@@ -129,7 +129,7 @@ def test_atan2_steps_are_invariant_to_gradient_scale(scale: float) -> None:
 
 
 def test_atan2_steps_at_the_extremes_are_one_and_two_learning_rates() -> None:
-    """m = sqrt(v) moves by lr, and a root of 0 by 1.27 pi / 2 = 2 learning rates."""
+    """The update is lr if m = sqrt(v), and 1.27 pi / 2 = 2 lr if v is 0."""
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = SafeAdamW([parameter], lr=1.0, rule="atan2", betas=(0.0, 0.999), weight_decay=0.0)
     parameter.grad = torch.ones(2)
@@ -138,7 +138,7 @@ def test_atan2_steps_at_the_extremes_are_one_and_two_learning_rates() -> None:
     optimizer.state[parameter]["exp_avg_sq"].zero_()
     optimizer.state[parameter]["step"].fill_(1e7)
     before = parameter.detach().clone()
-    parameter.grad = torch.full((2,), 1e-24)  # whose square is 0
+    parameter.grad = torch.full((2,), 1e-24)  # the square is 0
     optimizer.step()
     torch.testing.assert_close(
         before - parameter.detach(), torch.full((2,), 1.995), rtol=1e-3, atol=0
@@ -146,7 +146,7 @@ def test_atan2_steps_at_the_extremes_are_one_and_two_learning_rates() -> None:
 
 
 def test_bias_correction_of_first_steps_is_exact_in_fp32() -> None:
-    """1 - 0.999**1 in fp32 is off by 5e-5, and its root by half of that."""
+    """1 - 0.999**1 in fp32 has an error of 5e-5, and its root half of this error."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = SafeAdamW([parameter], lr=1.0, weight_decay=0.0)
     parameter.grad = torch.ones(1)
@@ -155,7 +155,7 @@ def test_bias_correction_of_first_steps_is_exact_in_fp32() -> None:
 
 
 def test_gradients_of_another_dtype_keep_their_precision() -> None:
-    """A step may get fp32 gradients for half weights, from whoever has accumulated them so."""
+    """Half weights may have fp32 gradients, for example accumulated ones."""
     weight = torch.nn.Parameter(torch.ones(5, dtype=torch.float16))
     gradient = torch.randn(5) * 1e-9  # 0 in fp16
     weight.grad_dtype = torch.float32

@@ -82,7 +82,7 @@ def test_tensor_learning_rate_equals_a_number(
     lr = torch.full(shape, 0.25)
     optimizers = [SafeAdamW([weight], lr=lr, foreach=foreach), SafeAdamW([number], lr=0.25)]
     for rate in (0.25, 0.5):
-        lr.fill_(rate)  # as a captured step sees it
+        lr.fill_(rate)  # in place, as for a captured step
         optimizers[1].param_groups[0]["lr"] = rate
         weight.grad = torch.randn_like(weight)
         number.grad = weight.grad.clone()
@@ -115,7 +115,7 @@ def test_parameters_without_gradient_are_unchanged_and_have_no_state() -> None:
     optimizer.step()
     assert torch.equal(unused, before)
     assert set(optimizer.state) == {used}
-    SafeAdamW([parameter(3)]).step()  # with no gradient at all
+    SafeAdamW([parameter(3)]).step()  # without any gradient
 
 
 def test_groups_added_during_training_start_at_their_first_step() -> None:
@@ -199,7 +199,7 @@ def test_error_for_argument_out_of_range_lists_accepted_values(
     with pytest.raises(ValueError, match=message):
         SafeAdamW([parameter(3)], **arguments)
     name = next(iter(arguments))
-    with pytest.raises(ValueError, match=name):  # in a group, too
+    with pytest.raises(ValueError, match=name):  # also in a group
         SafeAdamW([{"params": [parameter(3)], **arguments}])
 
 

@@ -1,4 +1,4 @@
-"""The clip of the update's RMS against second moments that zero gradients have starved."""
+"""Clipping of the update's RMS, after zero gradients have made second moments decay."""
 
 import copy
 import math
@@ -10,8 +10,8 @@ from lightning_mp.optim.safe_adamw import SafeAdamW
 
 pytestmark = pytest.mark.slow  # left to `make test`
 
-# FACTS of Adam at betas of 0.9 and 0.999: |update| / lr of the first gradient after N zeros, where
-# the same gradient had filled v before: 0.1 / sqrt(0.999^(N+1) + 0.001).
+# |update| / lr of Adam with betas of 0.9 and 0.999 by the first gradient after N zero gradients, if
+# the same gradient was constant before: 0.1 / sqrt(0.999^(N+1) + 0.001).
 STARVED = {0: 0.100, 1000: 0.165, 5000: 1.14, 10_000: 3.09}
 LIMIT = 3.162
 
@@ -21,13 +21,13 @@ GRADIENT = 1e-3
 
 @pytest.fixture(scope="module")
 def starved() -> dict[int, SafeAdamW]:
-    """Optimizers after N zero gradients, for each N of `STARVED`; none of those is clipped."""
+    """Return unclipped optimizers after N zero gradients, for each N of `STARVED`."""
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = SafeAdamW([parameter], lr=1.0, weight_decay=0.0)
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     state = optimizer.state[parameter]
-    state["step"].fill_(100_000)  # past bias correction
+    state["step"].fill_(100_000)  # bias correction has ended
     state["exp_avg_sq"].fill_(GRADIENT**2)
     snapshots, zeros = {}, 0
     for num_zeros in STARVED:
@@ -39,7 +39,7 @@ def starved() -> dict[int, SafeAdamW]:
 
 
 def next_update(optimizer: SafeAdamW, clip: float | None) -> float:
-    """RMS of the step of `GRADIENT`, in learning rates."""
+    """Return the RMS of the update by `GRADIENT`, in learning rates."""
     optimizer = copy.deepcopy(optimizer)
     group = optimizer.param_groups[0]
     group["clip_update_rms"] = clip
@@ -84,16 +84,16 @@ def test_inactive_clip_equals_torch_adamw() -> None:
         SafeAdamW([parameters[1]], lr=1e-2, clip_update_rms=3.0),
     ]
     for _ in range(100):
-        gradient = torch.randn(40, 30)  # its RMS over 1200 elements is 1 within 10%
+        gradient = torch.randn(40, 30)  # the RMS of 1200 elements is 1 within 10%
         for parameter, optimizer in zip(parameters, optimizers, strict=True):
             parameter.grad = gradient.clone()
             optimizer.step()
-    # Of each step, a few roundings of fp32.
+    # Each step has a few rounding errors of fp32.
     torch.testing.assert_close(parameters[1], parameters[0], rtol=100 * 2.0**-22, atol=2.0**-22)
 
 
 def test_clipped_step_after_a_gradient_spike_is_bounded() -> None:
-    """A gradient 1000 times the usual: RMS is its size over root v, here 31.6 = 1 / sqrt(0.001)."""
+    """For a gradient 1000 times as large as usual, the RMS is 1 / sqrt(0.001) = 31.6."""
     moved = {}
     for clip in (None, 1.0):
         torch.manual_seed(0)
@@ -107,7 +107,7 @@ def test_clipped_step_after_a_gradient_spike_is_bounded() -> None:
         parameter.grad = torch.randn(1000)
         optimizer.step()
         moved[clip] = (parameter.detach() - before).norm().item() / math.sqrt(1000)
-    # With v of 0.001 g^2, m / root v is 0.1 / root 0.001 = 3.16 for every element.
+    # v is 0.001 g^2, so the update is 0.1 / sqrt(0.001) = 3.16 for every element.
     assert abs(moved[None] - LIMIT) < 0.05
     assert abs(moved[1.0] - 0.1) < 0.005
 
@@ -120,7 +120,7 @@ def test_clip_is_per_tensor_and_does_not_affect_weight_decay() -> None:
     before = calm.detach().clone(), wild.detach().clone()
     wild.grad = torch.full((4,), 1e6)
     optimizer.step()
-    # v is bias-corrected: g^2 (0.001 + 0.001 * 1e-12) / (1 - 0.999^2), RMS 1.414.
+    # The bias-corrected v is g^2 (0.001 + 0.001 * 1e-12) / (1 - 0.999^2), so the RMS is 1.414.
     decay = 1e-3 * 0.5
     moves = [
         (b * (1 - decay) - p.detach()) / 1e-3 for b, p in zip(before, (calm, wild), strict=True)
@@ -132,7 +132,7 @@ def test_clip_is_per_tensor_and_does_not_affect_weight_decay() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_clip_with_gradients_far_below_epsilon_is_inactive(dtype: torch.dtype) -> None:
-    """eps^2 = 1e-16 is 0 in fp16: then g^2 / max(v, eps^2) is 0 / 0, and the clip is lost."""
+    """In fp16, eps^2 = 1e-16 would be 0, g^2 / max(v, eps^2) would be NaN, and nothing clipped."""
     parameter = torch.nn.Parameter(torch.ones(5, dtype=dtype))
     optimizer = SafeAdamW([parameter], lr=0.5, weight_decay=0.0, clip_update_rms=1.0, eps=1e-8)
     reference = SafeAdamW(
@@ -143,7 +143,7 @@ def test_clip_with_gradients_far_below_epsilon_is_inactive(dtype: torch.dtype) -
     optimizer.step()
     reference.step()
     assert parameter.isfinite().all()
-    torch.testing.assert_close(parameter, other)  # RMS is 6 / sqrt(5) / 6 < 1
+    torch.testing.assert_close(parameter, other)  # the RMS is 6 / sqrt(5) / 6 < 1
 
 
 @pytest.mark.parametrize("rule", ["adam", "atan2"])
@@ -154,7 +154,7 @@ def test_clip_with_epsilon_of_zero_ignores_zero_gradients(rule: str) -> None:
     )
     parameter.grad = torch.tensor([1.0, -1.0, 2.0, 1e-3])
     optimizer.step()
-    rms_share = 0.1  # RMS of g / root v is 1 at the first step
+    rms_share = 0.1  # the RMS of g / sqrt(v) is 1 in the first step
     scale = 1.0 if rule == "adam" else 1.27 * math.atan(1)
     expected = 1 - 0.5 * rms_share * scale * parameter.grad.sign()
     torch.testing.assert_close(parameter.detach(), expected)
@@ -162,6 +162,6 @@ def test_clip_with_epsilon_of_zero_ignores_zero_gradients(rule: str) -> None:
     state["exp_avg_sq"][0] = 0.0
     state["exp_avg"][0] = 0.0
     parameter.grad = torch.tensor([0.0, 1.0, 1.0, 1.0])
-    if rule == "atan2":  # Adam divides 0 by its epsilon of 0
+    if rule == "atan2":  # "adam" would divide 0 by an epsilon of 0
         optimizer.step()
         assert parameter.isfinite().all()

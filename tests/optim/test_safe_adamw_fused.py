@@ -10,7 +10,7 @@ pytestmark = pytest.mark.interpreted
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_fused_optimizer_equals_foreach_across_a_skipped_step(clip: float | None) -> None:
-    """Of two groups and three dtypes; float64 is stepped without the kernel."""
+    """The optimizer has two groups and three dtypes; float64 is stepped without the kernel."""
     dtypes = [torch.float32, torch.float16, torch.float64]
     ours = [torch.nn.Parameter(torch.randn(17, 3).to(dtype)) for dtype in dtypes]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
@@ -32,7 +32,7 @@ def test_fused_optimizer_equals_foreach_across_a_skipped_step(clip: float | None
             same = optimizers[0].state[mine][name]
             assert same.dtype == value.dtype
             if name != "residual":
-                # Averages cancel: three steps round terms of up to 0.1 * 5 / 8, twice each.
+                # Averages may cancel; three steps round terms of up to 0.1 * 5 / 8 twice each.
                 torch.testing.assert_close(same, value, rtol=1e-6, atol=6 * 2**-24 * 0.1 * 5 / 8)
     assert optimizers[0].state[ours[1]]["residual"].any()
     assert optimizers[0].state[ours[0]]["step"].item() == 3

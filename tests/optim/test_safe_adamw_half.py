@@ -1,4 +1,4 @@
-"""Half weights under `SafeAdamW`: what they keep, and what starves other optimizers."""
+"""Half weights under `SafeAdamW` keep updates that torch's AdamW loses."""
 
 import math
 
@@ -75,7 +75,7 @@ def test_half_parameters_have_fp32_moments_and_a_half_residual(
 def test_small_updates_of_half_weights_accumulate(
     dtype: torch.dtype, lr: float, foreach: bool
 ) -> None:
-    """Each update is lr, at a constant gradient: some 2 to 4% of the weight's last bit."""
+    """With a constant gradient each update is lr, 2% to 4% of a ULP of the weight."""
     num_steps, size = 300, 2048
     moved = {}
     for write_back in ("kahan", "nearest", "stochastic"):
@@ -91,12 +91,12 @@ def test_small_updates_of_half_weights_accumulate(
         if write_back == "kahan":
             joined = join_weight(weight, optimizer.state[parameter]["residual"])
             moved["joined"] = 1 - joined.double().mean().item()
-    expected, last_bit = lr * num_steps, torch.finfo(dtype).eps / 2  # below 1
-    # The residual's own last bit is up to 5% of an update.
+    expected, last_bit = lr * num_steps, torch.finfo(dtype).eps / 2  # ULP below 1
+    # A ULP of the residual is up to 5% of an update.
     assert abs(moved["joined"] / expected - 1) < 0.03
     assert abs(moved["kahan"] - moved["joined"]) <= last_bit / 2
     assert moved["nearest"] == 0
-    # 5 standard deviations of the mean of `size` weights that take last bits at random.
+    # 5 standard deviations of the mean of `size` weights whose last bits are random.
     assert abs(moved["stochastic"] - expected) < 5 * math.sqrt(expected * last_bit / size)
 
 
@@ -120,7 +120,7 @@ def test_stochastic_write_back_draws_new_noise_for_each_step_and_tensor(foreach:
 
 
 def test_stochastic_write_back_is_independent_of_the_global_seed() -> None:
-    """So do all ranks of DDP, whose weights would drift apart."""
+    """Otherwise the weights of DDP's ranks, which have different seeds, would diverge."""
     rounded = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -171,7 +171,7 @@ def test_weights_cast_after_construction_get_residuals_of_their_new_dtype() -> N
 
 
 def test_second_moment_of_small_gradients_does_not_stall() -> None:
-    """In fp16, g = 1e-3 leaves v at 0, and fused Adam's step grows to 9.7 lr in 100 steps."""
+    """With fp16 states, v stays 0 for g = 1e-3, and fused Adam's step grows to 9.7 lr."""
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
     optimizer = SafeAdamW([parameter], lr=2.0**-10, weight_decay=0.0)
     parameter.grad = torch.full_like(parameter, 1e-3)

@@ -23,7 +23,7 @@ def _seeded() -> None:
 
 
 class CountSyncs(TorchDispatchMode):
-    """Counts what makes the host wait for a device: reading a value or copying it there."""
+    """Counts operations by name, to find those that make the host wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class CountSyncs(TorchDispatchMode):
 
 
 def bits(optimizer: SafeAdamW) -> list[Tensor]:
-    """Copies of all parameters and states, as integers, so that NaN and -0 compare."""
+    """Return parameters and states as integers, so that NaN and -0 are compared as well."""
     states = [
         [p, *optimizer.state[p].values()] for g in optimizer.param_groups for p in g["params"]
     ]
@@ -51,7 +51,7 @@ def bits(optimizer: SafeAdamW) -> list[Tensor]:
 def test_step_with_found_inf_changes_nothing(
     arguments: dict[str, object], write_back: str, mode: dict[str, bool]
 ) -> None:
-    if write_back == "stochastic":  # which capturable steps refuse
+    if write_back == "stochastic":  # capturable steps refuse it
         mode = {"foreach": mode["foreach"]}
     parameters = [torch.nn.Parameter(torch.randn(9, 5).to(dtype)) for dtype in DTYPES]
     parameters[0].data[0, :2] = torch.tensor([0.0, -0.0])
@@ -63,7 +63,7 @@ def test_step_with_found_inf_changes_nothing(
     for found, gradient in ((1.0, math.nan), (2.0, math.inf), (1.0, 3.0)):
         for parameter in parameters:
             parameter.grad.fill_(gradient)
-        # Of several devices, GradScaler hands over the sum.
+        # GradScaler passes the sum over several devices, such as 2.
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(found)
         optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, bits(optimizer), strict=True))
@@ -77,7 +77,7 @@ def test_first_step_with_found_inf_leaves_step_counts_at_zero() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = SafeAdamW([parameter])
     parameter.grad = torch.full((3,), math.nan)
-    optimizer.found_inf = torch.ones(1)  # of shape [1], as GradScaler's may be
+    optimizer.found_inf = torch.ones(1)  # GradScaler's may have the shape [1]
     optimizer.step()
     assert torch.equal(parameter, torch.ones(3))
     assert not any(value.any() for value in optimizer.state[parameter].values())
@@ -99,7 +99,7 @@ def test_step_reads_no_value_on_the_host(mode: dict[str, bool], found: float | N
         assert not counted.calls["aten::nonzero"]
         assert not counted.calls["aten::item"]
         parameters[0].sum().item()
-    assert counted.calls["aten::_local_scalar_dense"] == 1  # what it would have counted
+    assert counted.calls["aten::_local_scalar_dense"] == 1  # the mode counts such reads
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,7 +107,7 @@ def test_step_reads_no_value_on_the_host(mode: dict[str, bool], found: float | N
 def test_grad_scaler_on_cpu_skips_overflows_and_steps_as_without_scale(
     dtype: torch.dtype, mode: dict[str, bool]
 ) -> None:
-    """Overflows in calls 2 and 3 of 6: four steps, at scales that halve twice."""
+    """Calls 2 and 3 of 6 overflow, so there are four steps, and the scale is halved twice."""
     parameter = torch.nn.Parameter(torch.randn(17).to(dtype))
     reference = AdamWReference(parameter, lr=1e-2)
     optimizer = SafeAdamW([parameter], lr=1e-2, **mode)
@@ -134,13 +134,13 @@ def test_grad_scaler_on_cpu_skips_overflows_and_steps_as_without_scale(
         weight = join_weight(weight, state["residual"])
     tolerance = {torch.float16: 1e-6, torch.bfloat16: 5e-5, torch.float32: 1e-6}
     assert relative_error(weight, reference.weight, floor=1.0) < tolerance.get(dtype, 1e-14)
-    assert not hasattr(optimizer, "grad_scale")  # GradScaler takes them away again
+    assert not hasattr(optimizer, "grad_scale")  # GradScaler removes the attribute after the step
     optimizer.step()
     assert state["step"].item() == 5
 
 
 def test_fp16_gradients_are_unscaled_in_fp32() -> None:
-    """N(0, 1e-9) is 0 in fp16, where a quarter of N(0, 1e-7) is lost when unscaled in place."""
+    """Unscaled in place in fp16, gradients from N(0, 1e-9) would all be 0."""
     parameter = torch.nn.Parameter(torch.randn(1000).half())
     optimizer = SafeAdamW([parameter])
     scaled = (torch.randn(1000) * 1e-9 * 2**16).half()

@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.float16]
 
 
 def train(values: list[torch.Tensor], mesh: Any, **arguments: Any) -> list[torch.Tensor]:
-    """Train on gradients that shards have a different RMS of; return the whole weights."""
+    """Train with gradients whose RMS differs between shards; return the whole weights."""
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if mesh is None else distribute_tensor(tensor, mesh, [Shard(0)])

@@ -66,7 +66,7 @@ def test_resumed_run_is_bitwise_equal(write_back: str, foreach: bool) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_load_state_dict_keeps_small_second_moments(dtype: torch.dtype) -> None:
-    """torch casts them to the dtype of the weight: in fp16, below 6e-8 they become 0."""
+    """torch casts states to the dtype of the weight; in fp16, values below 6e-8 become 0."""
     (parameter,) = parameters(dtype)
     optimizer = SafeAdamW([parameter])
     train(optimizer, seed=1)
@@ -99,7 +99,7 @@ def test_states_are_exchangeable_with_torch_adamw(dtype: torch.dtype, is_ours_fi
     first = kinds[0](straight, lr=3e-3, weight_decay=0.2)
     train(first, seed=1)
     moved = copies(straight)
-    second = kinds[1](moved)  # its own arguments give way
+    second = kinds[1](moved)  # loading replaces its arguments
     second.load_state_dict(through_a_file(first.state_dict()))
     train(first, seed=2)
     train(second, seed=2)
@@ -194,7 +194,7 @@ def test_copies_and_pickles_continue_bitwise_equal(copied: Any) -> None:
     for one, same in pairs:
         assert one is not same
         assert torch.equal(one, same)
-    # A copy also keeps the protocol of GradScaler.
+    # A copy also follows the protocol of GradScaler.
     other.found_inf = torch.tensor(1.0)
     before = [p.detach().clone() for p in other.param_groups[0]["params"]]
     train(other, seed=3)
@@ -242,7 +242,9 @@ def test_loading_states_with_unsupported_options_raises(
     optimizer = SafeAdamW(theirs)
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
-    optimizer.load_state_dict(torch.optim.Adam(theirs).state_dict())  # it has no weight decay
+    optimizer.load_state_dict(
+        torch.optim.Adam(theirs).state_dict()
+    )  # Adam's default has no weight decay
     assert optimizer.param_groups[0]["weight_decay"] == 0
 
 
