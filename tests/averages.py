@@ -1,4 +1,4 @@
-"""Lightning's averages of weights, which it has from 2.6 on."""
+"""Lightning's weight averaging, which exists from version 2.6 on."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ import pytest
 
 
 def weight_averaging() -> Any:
-    """Return the module of `WeightAveraging`; skip the test where there is none."""
+    """Return the module of `WeightAveraging`; skip the test if it does not exist."""
     return pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")

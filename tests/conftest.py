@@ -1,4 +1,4 @@
-"""Keeps apart what cannot run together, and skips what the machine cannot run."""
+"""Separates interpreted from other tests, skips tests without their device, and holds fixtures."""
 
 import functools
 import gc
@@ -15,32 +15,32 @@ import pytest
 if TYPE_CHECKING:
     from tests.fake_cuda import FakeCuda
 
-# Triton decides when a kernel is defined whether it is interpreted or compiled, so one process can
-# do only one of both.
+# Triton decides at the definition of a kernel whether it is interpreted or compiled, so a process
+# supports only one of the two.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-gc.disable()  # until all is imported, which makes much that stays and little garbage
+gc.disable()  # during imports, which create many permanent objects and little garbage
 
 # Lightning's advice about data loaders and loops, which tiny test set-ups do not follow.
 ADVICE = "lightning.fabric.utilities.warnings.PossibleUserWarning"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Ignore Lightning's advice where Lightning is there.
+    """Ignore Lightning's advice if Lightning is imported.
 
-    As a setting, the class would have all processes import Lightning, that which only hands tests
-    out and those of kernels too, which takes them five seconds each.
+    In the settings, the class of the warning would make all processes import Lightning, which takes
+    five seconds each, also in the process that distributes tests and in tests of kernels.
     """
     if "lightning.fabric" in sys.modules:
         session.config.addinivalue_line("filterwarnings", f"ignore::{ADVICE}")
     gc.collect()
-    gc.freeze()  # what stays for good need not be looked through again and again
+    gc.freeze()  # so that later collections skip permanent objects
     gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of the other kind of process; skip `gpu` tests without a CUDA device."""
+    """Deselect tests of the other mode of Triton; skip `gpu` tests without a CUDA device."""
     others = [item for item in items if _is_interpreted(item) != INTERPRETED]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if _is_interpreted(item) == INTERPRETED]
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test
 def pytest_runtest_teardown() -> None:
-    """Destroy a process group that a Trainer has made: it keeps it as long as the process lives."""
+    """Destroy the process group of a Trainer, which otherwise exists until the process ends."""
     if "torch.distributed" in sys.modules:
         import torch.distributed as dist
 
@@ -61,8 +61,8 @@ def pytest_runtest_teardown() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_look_at_entry_points() -> None:
-    """Let Lightning read the metadata of all packages once, not for each Trainer."""
+def _cached_entry_points() -> None:
+    """Make Lightning read the metadata of all packages once instead of for each Trainer."""
     if "lightning.fabric" in sys.modules:
         from lightning.fabric.utilities import registry
 
@@ -70,8 +70,8 @@ def _one_look_at_entry_points() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_seeds_for_devices_that_are_not_there() -> None:
-    """Let a seed go to the CPU alone: for a GPU to come torch keeps it with a stack."""
+def _seeds_for_the_cpu_only() -> None:
+    """Skip the seeds of missing devices, for which torch stores each call with a stack trace."""
     if "torch" in sys.modules and not _has_gpu():
         import torch
 
@@ -81,9 +81,9 @@ def _no_seeds_for_devices_that_are_not_there() -> None:
 
 @pytest.fixture(autouse=True)
 def _interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Repair Triton's interpreter where it runs, but for tests that do it or look at its faults.
+    """Repair Triton's interpreter in interpreted tests, unless they are marked `repaired=False`.
 
-    With `interpreted(rows=None)` no program takes more rows than on a GPU.
+    With `interpreted(rows=None)`, programs have as few rows as on a GPU.
     """
     mark = request.node.get_closest_marker("interpreted")
     if mark is None or mark.kwargs.get("repaired") is False:
@@ -96,7 +96,7 @@ def _interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator["FakeCuda"]:
-    """Return a simulated GPU without kernels by Triton; forget what is known of another one."""
+    """Return a simulated GPU without Triton; clear caches of facts about devices."""
     from lightning_mp.gradient_cache._served import micro_batches
     from lightning_mp.numerics import triton_support
     from tests.fake_cuda import FakeCuda
@@ -113,11 +113,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator["FakeCuda"]:
 
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
-    """What Lightning and this package log from now on; pytest's own way slows all tests."""
+    """Return a list of all further messages of Lightning and this package; faster than `caplog`."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    # Where both are imported, Lightning's last twin logs for both.
+    # If both packages of Lightning are imported, the later import logs for both.
     names = "lightning.pytorch", "pytorch_lightning", "lightning_mp"
     loggers = {each: each.level for each in map(logging.getLogger, names)}
     for logger in loggers:
@@ -131,7 +131,7 @@ def logged() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def glyph_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the demo's rendered glyphs, kept until the code that draws changes."""
+    """Return the folder of the demo's rendered glyphs, kept until the drawing code changes."""
     if not pytestconfig.pluginmanager.hasplugin("cacheprovider"):
         return tmp_path_factory.getbasetemp() / "glyphs"
     code = Path(__file__).parents[1] / "examples" / "glyph_clip" / "glyphs.py"
@@ -143,6 +143,6 @@ def _is_interpreted(item: pytest.Item) -> bool:
 
 
 def _has_gpu() -> bool:
-    import torch  # not at the top: the process that hands tests out needs none
+    import torch  # here, because the process that distributes tests does not need it
 
     return torch.cuda.is_available()

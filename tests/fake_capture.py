@@ -1,4 +1,4 @@
-"""What CUDA refuses while a graph is made, for `FakeCuda`."""
+"""Operations that CUDA forbids during the capture of a graph, for `FakeCuda`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,15 +7,15 @@ __all__ = ["CaptureError", "Capturing"]
 
 
 class CaptureError(RuntimeError):
-    """The host asks, while a graph is made, for what is done only when the graph is replayed."""
+    """During a capture, the host needs a result that exists only after a replay."""
 
 
 class Capturing:
-    """A device on which graphs are made.
+    """A device that can capture graphs.
 
     Attributes:
-        captured: While a graph is made, what it will launch.
-        current: The stream that the host queues on.
+        captured: During a capture, the names of the captured launches; otherwise `None`.
+        current: The current stream.
     """
 
     captured: list[str] | None = None
@@ -24,10 +24,10 @@ class Capturing:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[list[str]]:
-        """Make a graph of what is queued on the current stream; yield what it will launch.
+        """Capture the work of the current stream; yield the names of its launches.
 
-        As in CUDA, the host may wait for nothing meanwhile, look at no event, and copy from no
-        memory but pinned one. Other streams may not be used at all, which is stricter.
+        As in CUDA, the host must not wait, query events, or copy from pageable memory during the
+        capture. Other streams must not be used at all, which is stricter than CUDA.
         """
         self._only, self.captured = self.current, []
         try:
@@ -36,11 +36,11 @@ class Capturing:
             self.captured = self._only = None
 
     def refuse_in_capture(self, what: str) -> None:
-        """Raise if a graph is being made."""
+        """Raise during a capture."""
         if self.captured is not None:
-            raise CaptureError(f"{what}, while a graph is made.")
+            raise CaptureError(f"{what} during the capture of a graph.")
 
     def refuse_streams_in_capture(self, number: int) -> None:
-        """Raise if a graph is being made on another stream."""
+        """Raise during a capture on another stream."""
         if number != self._only:
             self.refuse_in_capture(f"Stream {number} is used")

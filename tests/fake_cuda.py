@@ -1,20 +1,20 @@
-"""A CUDA device that is not there: streams, events, pinned memory and an allocator, on a CPU.
+"""A simulated CUDA device on a CPU: streams, events, pinned memory and an allocator.
 
-Values are computed at once, on the CPU; what is simulated is *when* a GPU would have computed them.
-Every stream and the host is a thread of execution with a vector clock: a number for each thread,
-up to which what it did is known to be over. Launching, recording and waiting pass clocks on, as in
-CUDA, and every operation checks the storages that it touches: an access that no clock orders after
-the last write is a race, and raises, as in torch's CUDA sanitizer. The allocator keeps one pool a
-stream. A block is free when its tensor is and the streams it was recorded on have come so far; what
-other streams still do with it without `record_stream` is a race with its next owner.
+Values are computed at once on the CPU; the simulation is about *when* a GPU would have computed
+them. The host and every stream have a vector clock: for each of them, the number of its operations
+that are known to be complete. Launches, events and waits pass clocks on as in CUDA. Every operation
+checks the storages that it accesses: an access that no clock orders after the last write is a race
+and raises, as in torch's CUDA sanitizer. The allocator has one pool for each stream. A block is
+free when its tensor is freed and its recorded streams have reached this point; use by other streams
+without `record_stream` is a race with the next owner of the block.
 
     with FakeCuda() as gpu:
         x = torch.ones(3, device="cuda") * 2
     gpu.launches, gpu.syncs, gpu.peak_bytes
 
-What is not simulated: kernels by Triton, operations that autograd's engine runs by itself, and the
-replay of graphs: what would break their making, `FakeCuda.capture` finds.
-An operation of torch's Python interface counts as one launch, however many kernels it has.
+Not simulated are Triton kernels, operations that autograd's engine runs itself, and replays of
+graphs; `FakeCuda.capture` finds operations that a capture forbids. An operation of torch's Python
+interface counts as one launch, whatever its number of kernels.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from tests.fake_streams import HOST, Block, Clock, FakeEvent, FakeStream, RaceEr
 
 __all__ = ["FakeCuda", "RaceError"]
 
-_STREAMS = 32  # that `torch.cuda.Stream()` hands out in turn: c10/cuda/CUDAStream.cpp
+_STREAMS = 32  # `torch.cuda.Stream()` returns so many in turn: c10/cuda/CUDAStream.cpp
 _READS_ON_HOST = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__array__")
 _QUIET = (
     *("__get__", "__set__", "__len__", "__repr__", "size", "dim", "stride", "numel"),
@@ -48,7 +48,7 @@ _OPERATORS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, CustomOpDef)
 
 
 class DeviceTensor(Tensor):
-    """A CPU tensor that says that it lies on the device."""
+    """A CPU tensor whose `device` is the simulated device."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -60,22 +60,22 @@ class DeviceTensor(Tensor):
 
 
 class FakeCuda(Capturing, TorchFunctionMode):
-    """The device. Within it `torch.cuda`, `torch.accelerator` and `"cuda"` tensors are simulated.
+    """The device: a context in which `torch.cuda`, `torch.accelerator` and tensors are simulated.
 
     Args:
-        host_seconds: What a launch takes the host.
-        device_seconds: What an operation takes the device.
-        copy_seconds: What a copy from or to the host takes.
-        capability: What the device says it can do.
+        host_seconds: Time of the host for a launch.
+        device_seconds: Time of the device for an operation.
+        copy_seconds: Time of a copy from or to the host.
+        capability: Compute capability of the device.
 
     Attributes:
-        launches: Operations by their names.
-        waits: How often the host has waited for an event or a stream.
-        syncs: How often it has waited for all that the current stream had to do, to read a value
-            or to copy memory that is not pinned.
-        live_bytes: Memory that cannot be given away.
-        peak_bytes: The most of it so far.
-        streams: That something was queued on.
+        launches: Number of launches by operation.
+        waits: Number of times that the host waited for an event or a stream.
+        syncs: Number of times that the host waited for the current stream in order to read a value
+            or to copy pageable memory.
+        live_bytes: Bytes that the allocator cannot reuse.
+        peak_bytes: Maximum of `live_bytes`.
+        streams: Numbers of the streams that were used.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class FakeCuda(Capturing, TorchFunctionMode):
         self.streams: set[int] = set()
         self._made = 0
         self._blocks: dict[int, Block] = {}
-        self._leaving: list[Block] = []  # freed, and still in use by other streams
+        self._leaving: list[Block] = []  # freed, but still in use by other streams
         self._pinned: set[int] = set()
         self._patch = pytest.MonkeyPatch()
         self._pools: dict[int, Clock] = {}
@@ -127,7 +127,7 @@ class FakeCuda(Capturing, TorchFunctionMode):
         run = torch.autograd._engine_run_backward
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            with _inside(self):  # what nodes in Python do is seen
+            with _inside(self):  # so that operations of Python nodes are seen
                 return run(*args, **kwargs)
 
         self._patch.setattr(torch.autograd, "_engine_run_backward", run_backward)
@@ -163,10 +163,10 @@ class FakeCuda(Capturing, TorchFunctionMode):
         self.enqueue(self.current, seconds)
 
     def enqueue(self, number: int, seconds: float) -> Clock:
-        """Queue something, and return the clock of the stream after it."""
+        """Queue an operation, and return the clock of the stream after it."""
         self.refuse_streams_in_capture(number)
         clock = self.clocks[number]
-        clock |= self.clocks[HOST]  # what the host has seen is over when it launches
+        clock |= self.clocks[HOST]  # the host knows that these are complete
         clock[number] += 1
         self.clocks[number] = clock
         self.streams.add(number)
@@ -190,7 +190,7 @@ class FakeCuda(Capturing, TorchFunctionMode):
             return special(function, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         on_device = any(map(self._is_on_device, tensors)) or _is_cuda(kwargs)
-        if name in _QUIET:  # `x.T` is a view, of which there is no launch
+        if name in _QUIET:  # without a launch, such as the view `x.T`
             result = self._plainly(function, args, kwargs)
             return self._claim(result) if on_device and isinstance(result, Tensor) else result
         if not on_device:
@@ -208,7 +208,7 @@ class FakeCuda(Capturing, TorchFunctionMode):
         is_write = _writes(name)
         for index, tensor in enumerate(tensors):
             self._access(tensor, self.current, is_write=is_write and index == 0)
-        if isinstance(function, _OPERATORS):  # opaque: inside, everything is on the CPU
+        if isinstance(function, _OPERATORS):  # opaque, so its inside runs on CPU tensors
             args, kwargs = tree_map(lambda x: _as(Tensor, x), (args, kwargs))
         result = tree_map(self._claim, self._plainly(function, args, kwargs))
         for made in tree_leaves(result):
@@ -230,7 +230,7 @@ class FakeCuda(Capturing, TorchFunctionMode):
         if not isinstance(args[0], DeviceTensor):
             copy = self._claim(copy)
         else:
-            self._pin(copy)  # so that reading it too early shows
+            self._pin(copy)  # so that a read before the copy has finished is a race
         self._copy(copy, args[0], is_async)
         return copy
 
@@ -258,7 +258,7 @@ class FakeCuda(Capturing, TorchFunctionMode):
             block.recorded.add(args[1].number)
 
     def _elsewhere(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Do what is no copy between host and device as any other operation."""
+        """Run a `to` or `copy_` that does not copy between host and device."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not any(isinstance(x, DeviceTensor) for x in tensors):
             return self._plainly(function, args, kwargs)
@@ -290,14 +290,14 @@ class FakeCuda(Capturing, TorchFunctionMode):
             self._sync()
 
     def _sync(self) -> None:
-        self.refuse_in_capture("A value is read, or memory copied that is not pinned")
+        self.refuse_in_capture("A value is read, or pageable memory is copied,")
         self.syncs += 1
         waits = self.waits
         FakeStream(self, self.current).synchronize()
         self.waits = waits
 
     def _claim(self, value: Any) -> Any:
-        """Make a tensor one of the device's, and remember its memory."""
+        """Turn a tensor into a tensor of the device, and record its memory."""
         if not isinstance(value, Tensor):
             return value
         value = _as(DeviceTensor, value)
@@ -310,7 +310,7 @@ class FakeCuda(Capturing, TorchFunctionMode):
         return tensor
 
     def _is_on_device(self, tensor: Tensor) -> bool:
-        """Return whether it lies there; autograd's engine hands out tensors that do not say so."""
+        """Return whether a tensor is on the device; autograd's engine may return plain tensors."""
         block = self._blocks.get(tensor.untyped_storage()._cdata)
         return isinstance(tensor, DeviceTensor) or (block is not None and block.owner != HOST)
 
@@ -320,7 +320,7 @@ class FakeCuda(Capturing, TorchFunctionMode):
             return
         clock = self.clocks[owner]
         block = self._blocks[storage._cdata] = Block(owner, storage.nbytes(), clock)
-        block.read |= self._pools.get(owner, Counter())  # it may be any that was freed
+        block.read |= self._pools.get(owner, Counter())  # may reuse any freed block
         weakref.finalize(storage, self._free, storage._cdata)
         if owner != HOST:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -328,11 +328,11 @@ class FakeCuda(Capturing, TorchFunctionMode):
     def _free(self, key: int) -> None:
         block = self._blocks.pop(key)
         self._pinned.discard(key)
-        if block.owner == HOST:  # the host's allocator waits for the copies by itself
+        if block.owner == HOST:  # the host's allocator waits for copies
             return
         users = block.read.copy()
         users[block.written[0]] = max(users[block.written[0]], block.written[1])
-        for stream in block.recorded:  # the allocator waits for those
+        for stream in block.recorded:  # the allocator waits for these streams
             del users[stream]
         self._pools[block.owner] = self._pools.get(block.owner, Counter()) | users
         block.free_at = max([self.ends[s] for s in block.recorded], default=self.time)
@@ -345,11 +345,13 @@ class FakeCuda(Capturing, TorchFunctionMode):
         clock = self.clocks[thread]
         writer, at = block.written
         if at > clock[writer]:
-            raise RaceError(f"{named(thread)} touches what {named(writer)} may still write.")
+            raise RaceError(f"{named(thread)} accesses memory that {named(writer)} still writes.")
         if is_write:
             for reader, read in block.read.items():
                 if read > clock[reader]:
-                    raise RaceError(f"{named(thread)} writes what {named(reader)} may still read.")
+                    raise RaceError(
+                        f"{named(thread)} writes memory that {named(reader)} still reads."
+                    )
             block.written, block.read = (thread, clock[thread]), Counter()
         else:
             block.read[thread] = clock[thread]

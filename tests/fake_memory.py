@@ -1,4 +1,4 @@
-"""A fake CUDA device whose memory ends."""
+"""A simulated CUDA device with limited memory."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ __all__ = ["SmallCuda"]
 
 
 class SmallCuda(FakeCuda):
-    """Raises as CUDA does when more is live than it has; what is freed can be used again at once.
+    """Raises torch's error if live memory exceeds the limit; freed memory is reusable at once.
 
     Args:
-        memory_bytes: What it has.
-        **kwargs: For `FakeCuda`.
+        memory_bytes: Memory of the device.
+        **kwargs: Arguments of `FakeCuda`.
     """
 
     def __init__(self, memory_bytes: int, **kwargs: Any) -> None:

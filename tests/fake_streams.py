@@ -13,11 +13,11 @@ Clock = Counter[int]
 
 
 class RaceError(AssertionError):
-    """Two accesses to one memory, one of them a write, that nothing puts in order."""
+    """Two unordered accesses to the same memory, of which at least one is a write."""
 
 
 def named(thread: int) -> str:
-    """Return what a thread of execution is called in messages."""
+    """Return the name of the host or of a stream in messages."""
     return "the host" if thread == HOST else f"stream {thread}"
 
 
@@ -64,7 +64,7 @@ class FakeEvent:
         (stream or FakeStream(self._gpu, self._gpu.current)).wait_event(self)
 
     def query(self) -> bool:
-        self._gpu.refuse_in_capture("An event is looked at")
+        self._gpu.refuse_in_capture("An event is queried")
         is_done = self.at <= self._gpu.time
         if is_done:
             self._gpu.clocks[HOST] |= self.clock
@@ -81,7 +81,7 @@ class FakeEvent:
 
 
 class Block:
-    """Memory on the device, or pinned: who accessed it last, and when it may be given away."""
+    """A block of device or pinned memory, with its last accesses and the time when it is free."""
 
     def __init__(self, owner: int, size: int, created: Clock) -> None:
         self.owner, self.size = owner, size

@@ -1,14 +1,14 @@
-r"""Does training in half end at the loss of fp32? The rule that every test of this kind uses.
+r"""The criterion that training in half precision reaches the loss of fp32, for all such tests.
 
-A bound of 1% on one run's end loss says nothing: on one CPU a run in bf16 ends 1.2% below fp32, on
-another 1.3% above, by the order in which they add. And 1% is far too much elsewhere: AdamW on the
-same model ends within 0.01%. So the bound is measured where the test runs.
+A bound of 1% on the final loss of one run means nothing: a run in bf16 ends 1.2% below fp32 on one
+CPU and 1.3% above on another, because sums have another order. For AdamW on the same model, which
+ends within 0.01%, 1% is far too much. So the bound is measured on the machine of the test.
 
-Its yardstick is training in fp32 in which every operation reads operands that were rounded to the
-bits of the half dtype: `Rounded`. That is what half must cost, by arithmetic that shares nothing
-with a plugin, and it scatters as half does. (fp32 alone does not: starts that are a relative 1e-6
-apart end 3e-6 apart.) For the end losses f in fp32, r rounded and h of a plugin, on n_r and n_h
-seeds, each ratio being of one seed, so that what seeds differ by drops out:
+The measure is training in fp32 in which every operation reads operands that are rounded to the
+bits of the half dtype (`Rounded`). It has the unavoidable cost and the scatter of half precision,
+and shares no code with a plugin. (fp32 itself scatters less: starts that differ by a relative 1e-6
+end 3e-6 apart.) Let f be the final losses in fp32, r with rounding and h with a plugin, for n_r and
+n_h seeds. Each ratio is of one seed, so that differences between seeds cancel:
 
 .. math::
     e = \mathrm{mean} \log(h / f), \quad
@@ -16,9 +16,9 @@ seeds, each ratio being of one seed, so that what seeds differ by drops out:
     \sigma = \mathrm{sd} \log(r / f), \quad
     |e| \le |c| + t \, \sigma \sqrt{1 / n_h + 1 / n_r}
 
-t is the quantile of Student's distribution with n_r - 1 degrees of freedom at `false_alarm`: how
-often a plugin that does no more than round fails. The scatter of the plugin's own runs is not
-used: what is broken and scatters would excuse itself.
+t is the quantile of Student's distribution with n_r - 1 degrees of freedom at `false_alarm`, the
+probability that a plugin fails that only rounds. The scatter of the plugin's own runs is not used,
+because a defect that scatters would raise its own bound.
 
 Example:
     PARITY = Parity(train)  # train(seed, plugin) -> the loss over all data, in fp32, at the end
@@ -45,10 +45,10 @@ Write = Literal["fp32", "stochastic", "nearest"]
 
 
 class Train(Protocol):
-    """Trains from a seed with a precision plugin, `None` for fp32; returns the loss at the end.
+    """Trains from a seed with a precision plugin, `None` for fp32; returns the final loss.
 
-    The loss must be positive, computed in fp32 with the weights that training left, and over
-    enough data that it says how good these are.
+    The loss must be positive, computed in fp32 with the final weights, and over enough data to
+    measure their quality.
     """
 
     def __call__(self, seed: int, plugin: Any) -> float: ...
@@ -56,7 +56,7 @@ class Train(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `Parity.judge` found; its string says all of it."""
+    """Result of `Parity.judge`; its string contains all numbers."""
 
     half: str
     excess: float  # e of the rule; NaN where a run has diverged
@@ -69,13 +69,13 @@ class Verdict:
 
     @property
     def bound(self) -> float:
-        """Return the largest excess that is allowed, either way."""
+        """Return the largest accepted magnitude of the excess."""
         spread = math.sqrt(1 / len(self.losses) + 1 / len(self.rounded))
         return self.cost + self.quantile * self.noise * spread
 
     @property
     def holds(self) -> bool:
-        """Return whether the runs ended at the loss of fp32."""
+        """Return whether the runs reached the loss of fp32."""
         return abs(self.excess) <= self.bound
 
     def __str__(self) -> str:
@@ -90,16 +90,16 @@ class Verdict:
 
 
 class Parity:
-    """Judges plugins by the loss at the end of one kind of training.
+    """Judges plugins by the final losses of one kind of training.
 
-    The runs to compare with are made when they are first needed, and kept.
+    The runs to compare with are trained when they are first needed, and kept.
 
     Args:
         train: The training.
-        references: How many seeds are trained in fp32 and rounded; at least 3. With few, t is
-            large: 28 at 4, 7.9 at 8.
-        seeds: How many of these a plugin is trained from; at least 3.
-        false_alarm: How often a plugin that does nothing but round may fail.
+        references: Number of seeds in fp32 and with rounding; at least 3. t is large for few seeds:
+            28 for 4, 7.9 for 8.
+        seeds: Number of these seeds for a plugin; at least 3.
+        false_alarm: Probability that a plugin fails that only rounds.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class Parity:
         self._kept: dict[Any, list[float]] = {}
 
     def in_fp32(self) -> list[float]:
-        """Return the end losses without a plugin."""
+        """Return the final losses without a plugin."""
         return self._ends("fp32", lambda: None)
 
     def rounded(self, half: str, write: Write = "fp32") -> list[float]:
-        """Return the end losses with `Rounded(half, write)`."""
+        """Return the final losses with `Rounded(half, write)`."""
         return self._ends((half, write), lambda: Rounded(half, write))
 
     def judge(
@@ -131,9 +131,9 @@ class Parity:
 
         Args:
             make_plugin: Makes a plugin for each run.
-            half: `"fp16"` or `"bf16"`: what the plugin trains in.
-            write: How the plugin rounds the weights that it writes: see `Rounded`.
-            train: Another way to the same end, such as the fused variant of an optimizer.
+            half: Half-precision dtype of the plugin, `"fp16"` or `"bf16"`.
+            write: Rounding of written weights by the plugin, see `Rounded`.
+            train: An equivalent training, such as with the fused variant of an optimizer.
         """
         losses = [(train or self.train)(seed, make_plugin()) for seed in range(self.seeds)]
         costs = _log_ratios(self.rounded(half, write), self.in_fp32())
@@ -155,15 +155,15 @@ class Parity:
 
 
 class Rounded(Precision):
-    """Trains in fp32 on operands that have as many bits as half has: what half must cost.
+    """Trains in fp32 on operands with the significand of a half dtype: the least cost of half.
 
     Forward and backward are rounded, the optimizer is not. Exponents keep the range of fp32, so
     nothing overflows, nothing underflows, and no loss scale is needed.
 
     Args:
         half: `"fp16"` or `"bf16"`.
-        write: The weights that a step writes are left in `"fp32"`, rounded at random
-            (`"stochastic"`) or to `"nearest"`, as where nothing keeps their other bits.
+        write: Written weights stay in `"fp32"`, or are rounded stochastically (`"stochastic"`) or
+            to `"nearest"`, as by a plugin without residuals.
     """
 
     def __init__(self, half: str, write: Write = "fp32") -> None:
@@ -176,7 +176,7 @@ class Rounded(Precision):
             yield
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        # Manual optimization runs backward and step inside of the forward's context.
+        # Manual optimization runs backward and step inside the context of the forward.
         with _disable_current_modes(), self._rounding:
             super().backward(*args, **kwargs)
 
@@ -191,10 +191,10 @@ class Rounded(Precision):
 
 
 class _Rounding(TorchDispatchMode):
-    """Rounds what operations read, but for those that only view it or write to it.
+    """Rounds the inputs of operations, except of views and in-place writes.
 
     Args:
-        dropped_bits: How many bits of a significand go.
+        dropped_bits: Number of significand bits that are dropped.
     """
 
     def __init__(self, dropped_bits: int) -> None:
@@ -203,7 +203,7 @@ class _Rounding(TorchDispatchMode):
         self._generator = torch.Generator().manual_seed(0)
 
     def round(self, value: Any, is_random: bool = False) -> Any:
-        """Return fp32 tensors rounded, half a step away from 0, and all else as it is."""
+        """Return rounded fp32 tensors, with ties away from 0; return other values unchanged."""
         if isinstance(value, list | tuple):
             return [self.round(each) for each in value]
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
@@ -222,14 +222,14 @@ class _Rounding(TorchDispatchMode):
 
 
 def _log_ratios(losses: Sequence[float], in_fp32: Sequence[float]) -> list[float]:
-    """Return log(loss / loss in fp32) of every seed; NaN where a loss is no positive number."""
+    """Return log(loss / loss in fp32) of every seed; NaN if a loss is not positive."""
     pairs = zip(losses, in_fp32, strict=False)
     return [math.log(a / b) if 0 < a < math.inf else math.nan for a, b in pairs]
 
 
 @functools.cache
 def student_quantile(freedom: int, probability: float) -> float:
-    """Return the t that |T| exceeds with a probability, at so many degrees of freedom.
+    """Return the t that |T| exceeds with a given probability, by degrees of freedom.
 
     T is sqrt(freedom) tan(angle), where angles have a density proportional to cos^(freedom - 1).
     """

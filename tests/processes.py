@@ -1,4 +1,4 @@
-"""Runs a function in processes of its own: on several gloo ranks of this machine, or alone."""
+"""Runs a function in other processes: on several gloo ranks of this machine, or in one process."""
 
 import multiprocessing
 import os
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# A fork server imports once, before any of its threads exist, and forks ranks cheaply. All of these
-# are imported by some test of ranks: it would take every rank 0.2 to 0.4 seconds.
+# A fork server imports these modules once, before it has threads, and then forks ranks cheaply.
+# Otherwise each rank would take 0.2 to 0.4 seconds for these imports.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["pytest", "lightning.pytorch.cli", "lightning_mp.callbacks", "lightning_mp.strategies"]
@@ -22,7 +22,7 @@ _CONTEXT.set_forkserver_preload(
 
 
 def exit_code_of(function: Callable[..., Any], *args: Any) -> int | None:
-    """Call a function in a process; return its exit status, less than 0 if a signal ended it."""
+    """Call a function in a process; return its exit status, negative if a signal ended it."""
     process = _CONTEXT.Process(target=function, args=args)
     process.start()
     process.join(timeout=120)
@@ -45,7 +45,7 @@ def _run_rank(
     rank: int, function: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    # Lightning takes the ranks as they are when a launcher has set these.
+    # With these variables Lightning uses the existing ranks, as under a launcher.
     environment = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size}
     environment |= {"LOCAL_WORLD_SIZE": world_size, "TORCHELASTIC_RUN_ID": "tests"}
     os.environ.update({name: str(value) for name, value in environment.items()})
@@ -58,5 +58,5 @@ def _run_rank(
     )
     result = function(rank, *args)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
-    dist.barrier()  # without it, ranks abort now and then when the first of them leaves
+    dist.barrier()  # otherwise ranks may abort when the first rank exits
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A Trainer on one CPU that shows, logs and keeps nothing, and what it has trained."""
+"""Arguments of a Trainer on one CPU that prints, logs and saves nothing."""
 
 from typing import Any
 
@@ -12,5 +12,5 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 1, **dict.fromkeys(SHO
 
 
 def parameters_of(module: nn.Module) -> Tensor:
-    """Return all weights as one vector of float64."""
+    """Return all parameters as one float64 vector."""
     return torch.cat([p.detach().double().flatten() for p in module.parameters()])
