@@ -38,7 +38,7 @@ def test_tensor_is_on_its_device_and_reading_it_synchronizes(gpu: FakeCuda) -> N
 def test_reading_a_copy_before_it_finished_is_a_race(gpu: FakeCuda) -> None:
     host = torch.empty(3).pin_memory()
     host.copy_(torch.ones(3, device="cuda"), non_blocking=True)
-    with pytest.raises(RaceError, match="the host touches what stream 0 may still write"):
+    with pytest.raises(RaceError, match="the host accesses memory that stream 0 still writes"):
         host.sum()
     torch.cuda.synchronize()
     assert host.sum() == 3
@@ -46,13 +46,16 @@ def test_reading_a_copy_before_it_finished_is_a_race(gpu: FakeCuda) -> None:
 
 def test_use_on_another_stream_requires_wait_and_record_stream(gpu: FakeCuda) -> None:
     x, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
-    with torch.cuda.stream(side), pytest.raises(RaceError, match="stream 1 touches what stream 0"):
+    with (
+        torch.cuda.stream(side),
+        pytest.raises(RaceError, match="stream 1 accesses memory that stream 0"),
+    ):
         x + 1
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         y = x + 1
     del x
-    with pytest.raises(RaceError, match="stream 0 writes what stream 1 may still read"):
+    with pytest.raises(RaceError, match="stream 0 writes memory that stream 1 still reads"):
         torch.zeros(3, device="cuda")
     torch.cuda.synchronize()
     torch.zeros(3, device="cuda")
