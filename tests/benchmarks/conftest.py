@@ -1,4 +1,4 @@
-"""Benchmarks set the number of threads; the tests after them have it as it was."""
+"""Restores the number of threads, which benchmarks set."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""How the benchmarks are rehearsed: on one thread of the CPU, into a file that is read again."""
+"""Helpers that run benchmarks at toy size on one CPU thread and read their results."""
 
 import csv
 from pathlib import Path

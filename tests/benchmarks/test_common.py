@@ -1,4 +1,4 @@
-"""How steps are timed, weighed and written down; never how fast they are."""
+"""Timing, memory measurement and CSV files of the benchmarks; no test depends on speed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -46,7 +46,7 @@ def test_run_that_fails_is_out():
 
 @pytest.fixture
 def timed(monkeypatch) -> list[tuple[str, bool]]:
-    """Pretend that steps take what they return; what was timed, and whether by one call."""
+    """Replace timers by the seconds that steps return; list each step, and whether called once."""
     calls: list[tuple[str, bool]] = []
 
     def pretend(step: Callable[[], tuple[str, float]], *, once: bool) -> float:
@@ -63,7 +63,7 @@ def timed(monkeypatch) -> list[tuple[str, bool]]:
 def test_only_short_steps_on_a_gpu_are_repeated(timed, device):
     steps = {"long": lambda: ("long", 0.03), "short": lambda: ("short", 0.001)}
     spreads, _ = time_in_turn(steps, device, 1)
-    # Two rounds do not count; the first may compile.
+    # Two rounds are not timed, because the first may compile.
     assert timed[:4] == [("long", True), ("short", True)] * 2
     assert timed[4:] == [("long", True), ("short", device == CPU)]
     assert spreads == {"long": [0.03], "short": [0.001]}

@@ -1,4 +1,4 @@
-"""Kernels compiled without a GPU are found where a launch on one would look for them."""
+"""Kernels that were compiled without a GPU have the cache keys of launches on a GPU."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_a_carried_cache_is_found_and_a_lost_kernel_is_compiled(tmp_path, monkey
 
 
 def test_the_key_is_that_of_a_launch(monkeypatch):
-    """What a launch passes on to Triton's compiler, with CUDA's driver in place of none."""
+    """A launch with CUDA's driver passes the same to Triton's compiler as without a driver."""
     from triton.runtime import JITFunction, driver
 
     passed: list[tuple[str, dict[str, object]]] = []
@@ -78,7 +78,7 @@ def test_the_key_is_that_of_a_launch(monkeypatch):
     ahead, passed[:] = list(passed), []
 
     monkeypatch.setattr(driver, "_active", absent_device(ARCH))
-    compile_ahead.statistics(ARCH)  # a launch, up to the compiler, which returns nothing here
+    compile_ahead.statistics(ARCH)  # launches up to the compiler, which is replaced
     assert passed == ahead
     assert len(ahead) == 4
 

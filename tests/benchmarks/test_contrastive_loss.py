@@ -1,4 +1,4 @@
-"""The benchmark at toy size: that it runs, agrees and writes what it says. Never how fast."""
+"""The benchmark of losses runs at toy size, checks its results and writes its figures."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ DENSE = Contender("dense", dense_formula)
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory) -> Path:
-    """Two runs into one file."""
+    """Return the CSV file of two runs."""
     path = tmp_path_factory.mktemp("results") / "new" / "figures.csv"
     for _ in range(2):
         assert main([*ONCE, "--workspace", "2", "--csv", str(path)]) == 0
@@ -68,7 +68,7 @@ def test_rows_name_chip_and_versions_but_no_place(rehearsal):
 
 
 def test_dense_holds_four_matrices_of_logits():
-    """Two matrices of logits and two of log-softmax: gradients take the place of the logits."""
+    """These are two matrices of logits and two log-softmaxes; gradients reuse freed memory."""
     case = replace(CASE, batch=512, width=8)
     matrices = (extra_bytes(DENSE, case) or 0) / (4 * case.batch**2)
     assert 4 <= matrices < 4.1
@@ -114,7 +114,7 @@ def test_time_is_predicted_by_the_square_of_the_batch(monkeypatch):
     assert too_slow(DENSE, case, 32.1) is None
     assert too_slow(DENSE, case, 31.9) == "predicted 32.0 s a call, more than 31.9 s"
     assert too_slow(DENSE, case, None) is None
-    assert len(asked[0][""].func.__self__.image_bD) == 512  # an eighth
+    assert len(asked[0][""].func.__self__.image_bD) == 512  # an eighth of the batch
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -139,7 +139,7 @@ def test_dense_formula_equals_float64_by_hand():
 def test_wrong_contender_is_named_and_left_out():
     contenders, _ = find_contenders(CASE)
     half = Contender("half a loss", lambda image, text, s: 0.5 * dense_formula(image, text, s))
-    # The loss is right; only the gradient of the texts is not.
+    # Only the gradient of the texts is wrong, not the loss.
     spoilt = Contender("spoilt", lambda i, t, s: dense_formula(i, t, s) + _nan_gradient(t))
     differences, failures = check([contenders[0], half, spoilt], CASE)
     assert list(differences) == [contenders[0].name]
@@ -183,7 +183,7 @@ def test_sigmoid_formula_is_open_clips(blocks):
     image, text = (torch.randn(23, 6, dtype=torch.float64) for _ in range(2))
     scale, bias = torch.tensor(2.0).double(), torch.tensor(-3.0).double()
     right = dense_sigmoid_loss(image, text, scale, bias)
-    # It sums blocks in fp32.
+    # The formula sums blocks in fp32.
     assert relative_error(sigmoid_formula(image, text, scale, bias, blocks), right) < 1e-6
 
 
@@ -236,7 +236,7 @@ def test_torch_and_triton_are_all_that_it_needs(tmp_path: Path) -> None:
     code = (
         "import sys, runpy\n"
         "for name in ('lightning', 'torchmetrics', 'tqdm', 'yaml', 'jsonargparse'):\n"
-        "    sys.modules[name] = None\n"  # to import one of them is an ImportError
+        "    sys.modules[name] = None\n"  # makes an import raise ImportError
         f"sys.argv = ['x', '--quick', '--device', 'cpu', '--csv', {str(tmp_path / 'rows.csv')!r}]\n"
         "runpy.run_path('benchmarks/contrastive_loss.py', run_name='__main__')\n"
     )

@@ -1,4 +1,4 @@
-"""The order of things on CUDA, rehearsed with tensors on the CPU: contenders, memory, verdict."""
+"""The CUDA branches of the benchmark, run with CPU tensors: contenders, memory, verdicts."""
 
 import sys
 from collections import Counter
@@ -27,7 +27,7 @@ class _CudaTensorsOnCpu(TorchFunctionMode):
 
 
 class FakeInfCL:
-    """Inf-CL's function, dense; keeps the dtypes and values that it was given."""
+    """A dense version of Inf-CL's function that records its images."""
 
     def __init__(self) -> None:
         self.images: list[torch.Tensor] = []
@@ -49,7 +49,7 @@ def inf_cl(monkeypatch) -> FakeInfCL:
 
 @pytest.fixture
 def cuda(monkeypatch) -> Counter:
-    """Pretend that there is a GPU with 80 GiB, of which every forward and backward takes 8."""
+    """Simulate a GPU on which every forward and backward takes 8 GiB."""
     calls: Counter = Counter()
     real_generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda *_: real_generator())

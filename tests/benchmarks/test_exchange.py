@@ -58,22 +58,22 @@ def _collectives_can_be_pretended() -> None:
 @pytest.mark.parametrize(("world_size", "batch"), CASES)
 def test_slices_cost_little_more_than_one_process(world_size: int, batch: int) -> None:
     counts = count([batch] * world_size, WIDTH, "slices")
-    # Texts, column sums home, log-sum-exps with the loss; dT home; the scale: one slice is enough.
+    # With one slice: texts; column sums to their ranks; log-sum-exps with the loss; gradients of
+    # texts to their ranks; the gradient of the scale.
     assert counts.collectives == {
         "_allgather_base_": 2, "alltoall_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 1,
     }  # fmt: skip
     assert counts.of["wait"] == 0
-    # A block of a sweep is 2 launches forward, 2 and 2 products backward; 1 backward in the small
-    # one. 65,536 columns by 1,024 or 256 rows are one block of bf16; by 8,192 they are 2^30 bytes:
-    # at most 4 of what is left. Before each sweep and after it the pairs or the softmax's factors
-    # take a launch.
+    # A block takes 2 launches forward, and 2 launches and 2 products backward (1 launch if small).
+    # 65,536 columns by 1,024 or 256 rows in bf16 are one block; by 8,192 rows they take 2^30 bytes,
+    # at most 4 blocks. Positives and factors of the softmax take 4 further launches.
     blocks, is_small = 4 if batch == 8192 else 1, batch == 256
     assert counts.of["kernel"] <= 4 * blocks + 4 - is_small
     assert counts.of["product"] <= 2 * blocks
-    # Starts of two sets of peaks, of one for a small block; sums of the loss and of the scale's
-    # gradient in programs; the loss rounded; and three gradients times the cotangent.
+    # Initial values of two sets of peaks (one for a small block), sums of the parts of the loss and
+    # of the scale's gradient, the rounding of the loss, and three gradients times the cotangent.
     assert counts.of["op"] <= 8 - is_small
-    # By the model the host is done before twice the time of the products.
+    # By the cost model, the host takes less than twice the time of the products.
     assert counts.host_seconds < 2 * 4 * 2 * world_size * batch**2 * WIDTH / FLOP_A_SECOND
 
 
@@ -93,9 +93,9 @@ def test_short_rank_takes_no_more_collectives_and_at_most_half_more_host_time(
 @pytest.mark.parametrize("batch", [256, 4096])
 def test_loss_of_one_process_is_a_few_launches(batch: int) -> None:
     counts = count([batch], WIDTH, "ring")
-    # Pairs prepared, logits summed and merged, terms; factors, the wide twin, gradients.
+    # Positives, sums of a tile, merge, terms; factors, the wide variant, positives' gradients.
     assert (counts.of["kernel"], counts.of["product"]) == (7, 2)
-    # As with ranks, but for what brings theirs together.
+    # As with several ranks, without the sums over ranks.
     assert counts.of["op"] <= 7
     assert counts.of["wait"] == counts.collectives.total() == 0
 
@@ -104,8 +104,8 @@ def test_loss_of_one_process_is_a_few_launches(batch: int) -> None:
 @pytest.mark.parametrize(("world_size", "batch"), [(8, 1024), (16, 256)])
 def test_ring_costs_a_sweep_for_every_turn(world_size: int, batch: int) -> None:
     counts = count([batch] * world_size, WIDTH, "ring")
-    assert counts.of["kernel"] == 4 * world_size + 3  # turns are small
-    # Texts and column sums; texts, log-sum-exps and dT: each sent and received.
+    assert counts.of["kernel"] == 4 * world_size + 3  # small blocks
+    # Texts and column sums, then texts, log-sum-exps and gradients, are each sent and received.
     sent = 2 * (3 * (world_size - 1) + 2 * world_size)
     assert counts.collectives == {"send": sent / 2, "recv_": sent / 2, "allreduce_": 1}
     assert counts.of["wait"] == 0
@@ -134,11 +134,13 @@ def test_slices_take_the_workspace_and_eight_batches(
 ) -> None:
     counts = count(sizes, WIDTH, "slices", workspace_bytes, dtype, CountsAndPeakBytes)
     assert counts.peak_bytes <= workspace_bytes + 8 * sizes[0] * WIDTH * 4
-    # Texts come twice unless they came at once; log-sum-exps always do.
+    # Several slices of texts are gathered in both sweeps, one slice only in the first.
     slices = counts.collectives["alltoall_base_"]
     texts = 2 * slices if slices > 1 else 1
     assert counts.collectives["_allgather_base_"] == texts + 1
-    if sizes == [1024] * 64 and workspace_bytes == DEFAULT_BYTES:  # and it is the exchange's
+    if (
+        sizes == [1024] * 64 and workspace_bytes == DEFAULT_BYTES
+    ):  # the exchange determines the peak
         assert counts.peak_bytes > sum(sizes) * WIDTH * dtype.itemsize
 
 
@@ -148,17 +150,17 @@ def test_loss_that_keeps_products_takes_the_workspace_and_eight_batches(
 ) -> None:
     counts = count([batch], WIDTH, "ring", DEFAULT_BYTES, torch.float32, CountsAndPeakBytes)
     assert counts.peak_bytes <= DEFAULT_BYTES + 8 * batch * WIDTH * 4
-    # Blocks take three products a side and are one kernel in the second sweep where all is kept:
-    # with the first sweep's two, and the five of every loss, of which no flag chooses a twin.
+    # A block takes three products for each tower. If all products are stored, it is one kernel in
+    # the second sweep; the first sweep has two kernels, and every loss four others.
     blocks = counts.of["product"] // 6
     assert blocks >= 2
     assert (counts.of["kernel"] == 2 + blocks + 4) == is_all
 
 
 def test_kept_tiles_pay_where_products_take_longer_than_memory() -> None:
-    # 8 bytes at 3 TB/s against 2 x 800 FLOP at 600 TFLOP/s: as long, so nothing is saved.
+    # 8 bytes at 3 TB/s take as long as 2 x 800 FLOP at 600 TFLOP/s, so nothing is saved.
     assert saved_by_storing(4, 1, 800) == pytest.approx(0.0, abs=1e-12)
-    # Nothing to load would leave three units of four.
+    # Without any bytes, storing saves one of four units.
     assert saved_by_storing(0, 1, 800) == 0.25
     assert saved_by_storing(4, 3, 800) == pytest.approx(0.25 * 2 / 3)
 
@@ -181,7 +183,7 @@ def test_benchmark_prints_and_writes_a_row_for_every_exchange(
     path = tmp_path / "exchange.csv"
     assert main(["--width", "48", "--csv", str(path)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if " x 64" in line]
-    # Two launches forward and two backward in each of W small turns; and three for the pairs.
+    # Two launches forward and two backward in each of the visits; three more for the positives.
     turns = [("ring", 64, 2), ("slices", 64, 1), ("slices", SHORTEST, 1)]
     turns += [("ring", 64, 3), *turns[1:]]
     assert [row[3:5] + row[6:7] for row in rows] == [

@@ -1,4 +1,4 @@
-"""The check of a pass against float64 sees what is wrong."""
+"""The comparison of a loss with float64 detects errors."""
 
 import math
 
@@ -15,7 +15,7 @@ Pass = tuple[Inputs, float, list[torch.Tensor]]
 
 @pytest.fixture
 def toy_pass() -> Pass:
-    """Inputs with gradients, the loss, and the log-sum-exps."""
+    """Return inputs with gradients, the loss, and the log-sum-exps."""
     ours, inputs = find_contenders(CASE)[0][0], CASE.inputs()
     loss = inputs.run(ours.loss)
     return inputs, float(loss), log_sum_exps(ours.loss, inputs)

@@ -1,4 +1,4 @@
-"""The script of all GPU steps: rehearsed on the CPU, and with a pretended interpreter."""
+"""The script of all GPU steps, run on the CPU and with a fake Python interpreter."""
 
 import importlib
 import os
@@ -97,7 +97,7 @@ def test_no_step_is_long_and_the_most_important_come_first(tmp_path):
 
 @pytest.fixture
 def failed_suite(tmp_path) -> subprocess.CompletedProcess[str]:
-    """The whole suite with one step that fails."""
+    """Return the result of the whole suite with one failing step."""
     return run_suite(
         python=pretender(tmp_path, failing="--dtype fp16"),
         out=tmp_path / "out",
@@ -136,7 +136,7 @@ def test_failed_smoke_ends_the_suite(tmp_path):
     python = pretender(tmp_path, failing="smoke.py")
     done = run_suite(python=python, out=tmp_path / "out")
     assert done.returncode == 1
-    assert done.stdout.count("called with") == 2  # the summary as well
+    assert done.stdout.count("called with") == 2  # the smoke step and the summary
     assert "smoke failed, so no other step runs." in done.stdout
     named = run_suite("loss-fp", python=python, out=tmp_path / "out")
     assert named.returncode == 0
@@ -161,9 +161,11 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["bash", "trap '' INT; bash"], ids=["at hand", "behind"])
+@pytest.mark.parametrize(
+    "launcher", ["bash", "trap '' INT; bash"], ids=["foreground", "background"]
+)
 def test_step_that_hangs_is_interrupted_and_says_where(launcher, tmp_path):
-    """Shells start what runs in the background with SIGINT ignored."""
+    """Shells start background jobs with SIGINT ignored."""
     out = tmp_path / "out"
     python = executable(tmp_path / "python", HANGING)
     done = subprocess.run(

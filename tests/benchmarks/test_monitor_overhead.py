@@ -26,7 +26,7 @@ def test_a_rehearsal_has_a_row_for_every_monitor_and_for_all(tmp_path: Path, cap
     parts = [float(row["share_of_step"]) for row in rows]
     assert sum(parts[:-2]) == pytest.approx(parts[-2], abs=1e-4)
     for name, part in zip(names, parts, strict=False):
-        assert part > 0 or name == "LossScaleMonitor"  # which has nothing to do in fp32
+        assert part > 0 or name == "LossScaleMonitor"  # does nothing in fp32
     said = capsys.readouterr().out
     assert "All monitors take " in said
     assert "(target: 2%)" in said

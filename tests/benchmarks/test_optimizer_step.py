@@ -1,4 +1,4 @@
-"""The benchmark of optimizer steps at toy size: that it runs and judges rightly. Never how fast."""
+"""The benchmark of optimizer steps runs at toy size and judges its contenders correctly."""
 
 import importlib.util
 import math
@@ -28,7 +28,7 @@ ON_CPU = [
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory) -> Path:
-    """A run of everybody in one round, and one that appends."""
+    """Return the CSV file of a run of all contenders in one round, and of a run that appends."""
     path = tmp_path_factory.mktemp("results") / "new" / "figures.csv"
     assert main([*QUICK, "--rounds", "1", "--csv", str(path)]) == 0
     other = ["--contenders", "SafeAdamW foreach fp16", "--rounds", "2", "--csv", str(path)]
@@ -42,7 +42,7 @@ def test_rehearsal_ranks_every_contender_that_a_cpu_can_run(rehearsal):
     times = [float(row["ms_median"]) for row in rows]
     assert times == sorted(times)
     assert (appended["contender"], appended["rounds"]) == ("SafeAdamW foreach fp16", "2")
-    assert appended["speedup"] == ""  # nobody to compare it with
+    assert appended["speedup"] == ""  # the run has no `BASE`
 
 
 def test_rehearsal_figures_are_consistent(rehearsal):
@@ -54,7 +54,9 @@ def test_rehearsal_figures_are_consistent(rehearsal):
         moved = int(row["bytes_per_element"]) * int(row["parameters"])
         assert math.isclose(float(row["gb_per_second"]), moved / median / 1e6)
         fraction = float(row["gb_per_second"]) / float(row["copy_gb_per_second"])
-        assert math.isclose(float(row["copy_fraction"]), fraction)  # there was one round
+        assert math.isclose(
+            float(row["copy_fraction"]), fraction
+        )  # exact, because there was one round
         ratio = float(by_name[BASE]["ms_median"]) / median
         assert math.isclose(float(row["speedup"]), ratio)
         assert int(row["tensors"]) == len(shapes_of("tiny"))

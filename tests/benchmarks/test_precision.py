@@ -1,4 +1,4 @@
-"""The benchmark of precisions at toy size: that it runs and judges rightly. Never how fast."""
+"""The benchmark of precisions runs at toy size and judges its contenders correctly."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ from benchmarks.precision import (
 from papers._fit import Outcome
 from tests.benchmarks.rehearsing import QUICK, read
 
-pytestmark = pytest.mark.slow  # left to `make test`
+pytestmark = pytest.mark.slow
 
 SMALL = [*QUICK, "--rounds", "1", "--steps", "1", "--optimizers", "fused"]
 TWICE = ["16-mixed", "O2-fp16"]
@@ -42,9 +42,9 @@ FIGURES |= {"parameters": 86_000_000, "peak_bytes": 8 * 2**30, "loss_difference"
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory) -> Path:
-    """Every precision, two with every optimizer, and a run in two rounds that appends.
+    """Return the file of runs of every precision, of two with every optimizer, and in two rounds.
 
-    The suite for GPUs is rehearsed with everybody, see `test_gpu_suite.py`.
+    `test_gpu_suite.py` runs the suite for GPUs with all contenders.
     """
     path = tmp_path_factory.mktemp("results") / "new" / "figures.csv"
     once = [*QUICK, "--rounds", "1", "--batch", "2", "--steps", "2", "--csv", str(path)]
@@ -77,7 +77,7 @@ def test_rehearsal_figures_are_consistent(rehearsal):
         assert 0 < low <= median <= high
         assert math.isclose(float(row["images_per_second"]), int(row["batch"]) / median * 1e3)
         assert row["peak_bytes"] == ""
-        assert 6 < float(row["final_loss"]) < 8  # ln 1000 at first
+        assert 6 < float(row["final_loss"]) < 8  # ln 1000 = 6.9 at the start
         assert float(row["loss_difference"] or 0) <= 0.01  # far below the tolerance
         assert (row["loss_scale"] != "") == (row["precision"] in SCALED)
         if row["precision"] == "16-mixed":
@@ -86,7 +86,9 @@ def test_rehearsal_figures_are_consistent(rehearsal):
     for (_, optimizer), row in by_name.items():
         base = by_name["16-mixed", optimizer]
         ratio = float(base["ms_median"]) / float(row["ms_median"])
-        assert math.isclose(float(row["speedup"]), ratio, rel_tol=1e-9)  # there was one round
+        assert math.isclose(
+            float(row["speedup"]), ratio, rel_tol=1e-9
+        )  # exact, because there was one round
 
 
 def test_rehearsal_rows_name_chip_and_versions_but_no_place(rehearsal):

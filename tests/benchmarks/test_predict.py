@@ -32,7 +32,7 @@ def launch(kernel: str, tile: tuple[int, int, int]) -> Any:
 def test_main_loop_takes_the_slowest_of_products_shared_memory_and_l2() -> None:
     tall = predicted(launch("lse_kernel", (256, 128, 64)), code([]), 768)
     assert tall.main == 2 * (256 + 128) * 768 / (5120 / 132)
-    # Instructions of 64 x 32 read A four times and B four times; the copy engine writes both.
+    # Instructions of 64 x 32 read each operand four times; the copy engine writes both once.
     narrow = dataclasses.replace(code([]), listing=("HGMMA.64x32x16.F32.BF16",))
     shared = (4 * 256 * 32 + 4 * 128 * 32 + (256 + 128) * 32) * 48 / 128
     assert predicted(launch("lse_kernel", (256, 128, 64)), narrow, 768).main == shared
@@ -52,7 +52,7 @@ def test_prediction_is_the_mean_of_perfect_and_no_overlap_where_two_programs_fit
     small = dataclasses.replace(code([]), shared_bytes=96 * 1024, registers=120)
     tile = launch("softmax_kernel", (128, 128, 64))
     one, two = (predicted(tile, each, 768) for each in (code([]), small))
-    assert one.epilogue == 128 * 128 / 16 + 2 * 128 * 128 / 32  # and the tile is stored
+    assert one.epilogue == 128 * 128 / 16 + 2 * 128 * 128 / 32  # includes storing the tile
     assert (one.programs, two.programs) == (1, 2)
     assert one.range(BATCH) == (one.seconds(BATCH), one.seconds(BATCH))
     low, high = two.range(BATCH)
@@ -68,7 +68,7 @@ def compiled(pytestconfig: pytest.Config) -> Iterator[Compiler]:
 
 @pytest.fixture(scope="module")
 def launches() -> list[Launch]:
-    """Launches of every row; the machine code does not depend on the width."""
+    """Return the launches of every row; the machine code does not depend on the width."""
     return sweep_launches(768, autotune=True)
 
 

@@ -1,4 +1,4 @@
-"""The smoke step runs all benchmarks, and says which of them failed or were left out."""
+"""The smoke step runs all benchmarks and names those that failed or were left out."""
 
 import sys
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from benchmarks import smoke
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Two benchmarks, the first of which fails; their calls."""
+    """Replace the benchmarks by two, the first of which fails; list their calls."""
     calls: list[list[str]] = []
     monkeypatch.setattr(smoke, "BENCHMARKS", {"first": ("--repeats", "1"), "second": ()})
     for name, status in (("first", 1), ("second", 0)):

@@ -1,4 +1,4 @@
-"""The tables of the documentation come out of the CSV files."""
+"""The tables of the documentation equal those of the CSV files."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_documented_figures_of_the_loss_are_those_of_the_file(documented):
 def test_documented_host_times_are_those_of_the_file(documented, precision):
     rows = tables.read(RESULTS / "precision.csv")
     problem = {"precision": precision, "device": "cpu", "size": "thin"}
-    *_, row = (row for row in rows if row.items() >= problem.items())  # the last run's
+    *_, row = (row for row in rows if row.items() >= problem.items())  # the row of the last run
     assert f"| {row['ms_median']:.1f} | {1 / row['speedup']:.2f} |" in documented
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of the table's rows at toy size, in Triton's interpreter. Never how fast."""
+"""The benchmark of the table's rows runs at toy size in Triton's interpreter."""
 
 from pathlib import Path
 

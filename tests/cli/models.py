@@ -1,4 +1,4 @@
-"""A model that takes what a user's model takes, and brings its own data."""
+"""A model with arguments and data, like a user's model."""
 
 from typing import Any
 

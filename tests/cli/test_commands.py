@@ -1,4 +1,4 @@
-"""Commands that need no Trainer stand beside `fit`, in `lightning-mp` and in a user's own CLI."""
+"""Commands without a Trainer are available in `lightning-mp` and in a user's own CLI."""
 
 import os
 import re
@@ -29,15 +29,15 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
 
 @pytest.fixture
 def greeted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Adds a command, as one would be added to `commands.py`; returns what it was called with."""
+    """Add a command as in `commands.py`; return the list of its calls."""
     calls = []
 
     def greet(name: str, times: int = 1) -> None:
         """Greet somebody.
 
         Args:
-            name: Who.
-            times: How often.
+            name: The person.
+            times: Number of greetings.
         """
         calls.append((name, times))
 
@@ -85,7 +85,7 @@ while read -ra words; do
   echo "${COMPREPLY[@]}"
 done
 """
-# What is typed, and all that it is completed to.
+# Typed text, and all of its completions.
 TYPED = {
     "r": {"report"},
     "p": {"predict", "plan", "preflight"},
@@ -100,7 +100,7 @@ TYPED = {
 def test_bash_completes_commands_options_and_classes(tmp_path: Path) -> None:
     script = tmp_path / "completion.sh"
     with script.open("w") as file:
-        # In a process of its own: the models that tests have defined would be offered as well.
+        # In a new process, because models of other tests would appear among the completions.
         subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "lightning_mp", "--print_completion=shtab-bash"],
             check=True,

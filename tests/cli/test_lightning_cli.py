@@ -1,4 +1,4 @@
-"""In YAML and on the command line the class name of everything will do."""
+"""In YAML and on the command line, public classes are found by their names."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def _cli(folder: Path, *args: str, **trainer: Any) -> Any:
-    """Return the CLI of a user, with its model and Trainer made."""
+    """Return a user's CLI after it has made model and Trainer."""
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump({"trainer": {**TRAINER, **trainer}}))
     return LightningMPCLI(Model, run=False, args=["--config", str(config), *args])
@@ -43,7 +43,7 @@ def test_class_names_will_do_in_yaml(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in lightning_mp.__all__ if n.endswith("Monitor")])
 def test_monitors_are_known_by_name(name: str, tmp_path: Path) -> None:
-    if name == "InstabilityMonitor":  # what they share
+    if name == "InstabilityMonitor":  # the base class
         return
     cli = _cli(tmp_path, f"--trainer.callbacks={name}", "--trainer.callbacks.repeat_after_steps=7")
     (monitor,) = [c for c in cli.trainer.callbacks if type(c).__name__ == name]
@@ -127,12 +127,12 @@ PLUGINS = ["BalancedAMP", "FSDPBalancedAMP", "ModelParallelBalancedAMP", "PureFP
 def test_loss_scale_of_a_plugin_is_read_from_yaml(
     name: str, loss_scale: str, scale: float, dynamic: bool
 ) -> None:
-    assert getattr(lightning_mp, name)  # known by name from here on
+    assert getattr(lightning_mp, name)  # imported, so that the parser finds it by name
     parser = ArgumentParser()
     parser.add_subclass_arguments(Precision, "plugin")
     text = f"plugin: {{class_path: {name}, init_args: {{loss_scale: {loss_scale}}}}}"
     plugin = parser.instantiate_classes(parser.parse_string(text)).plugin
-    # Gradients that rest in fp16 start a dynamic scale at 2^10; see `LossScaleConfig.parse`.
+    # With fp16 weight gradients, a dynamic scale starts at 2^10; see `LossScaleConfig.parse`.
     assert (plugin.scaler.config.init_scale, plugin.scaler.config.dynamic) == (scale, dynamic)
 
 

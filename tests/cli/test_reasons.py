@@ -1,4 +1,4 @@
-"""Of a mistake in a config, the helpful line is among the last three that are printed."""
+"""After a mistake in a config, the helpful line is among the last three printed lines."""
 
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def test_what_a_constructor_refuses_is_said_last(
     with pytest.raises(ValueError, match=said) as caught:
         LightningMPCLI(Model, run=False, args=_arguments(tmp_path, trainer))
     assert len(str(caught.value).splitlines()) == 1
-    assert caught.value.__cause__ is not None  # all that was tried stays in the traceback
+    assert caught.value.__cause__ is not None  # the original error stays in the traceback
 
 
 @pytest.mark.parametrize(

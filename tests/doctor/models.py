@@ -40,11 +40,11 @@ class CLIP(pl.LightningModule):
 
 
 class Pairs(pl.LightningDataModule):
-    """Noise.
+    """Random pairs.
 
     Args:
-        rows: How many pairs.
-        width: Of an image.
+        rows: Number of pairs.
+        width: Width of an image.
     """
 
     def __init__(self, rows: int = 64, width: int = 8) -> None:

@@ -1,4 +1,4 @@
-"""The example that fails on purpose dies without the plugins, learns with them, and shows both."""
+"""The failing example fails without the plugins, learns with them, and reports both runs."""
 
 import json
 import math
@@ -15,7 +15,9 @@ pytestmark = pytest.mark.slow
 
 STEPS = 200
 TRAIN = run.train
-AFTER = slice(int(0.4 * STEPS) + run.BAD, STEPS // 2)  # the bad batches, before the stem grows
+AFTER = slice(
+    int(0.4 * STEPS) + run.BAD, STEPS // 2
+)  # after the bad batches, before the stem grows
 
 
 def _train(plugins: bool, folder: Path) -> tuple[list[float], dict[str, Any]]:

@@ -24,7 +24,7 @@ def data(glyph_cache) -> GlyphData:
 
 def test_cache_round_trip_is_exact_and_renders_once(glyph_cache, monkeypatch, tmp_path):
     whole = load_glyphs(glyph_cache, progress=False)
-    table = whole.rows(np.arange(0, len(whole), 50))  # to compress all takes seconds
+    table = whole.rows(np.arange(0, len(whole), 50))  # compressing all glyphs takes seconds
     renderings = iter([table])
     monkeypatch.setattr(glyphs, "_render_all", lambda progress: next(renderings))
     folder = tmp_path / "new"

@@ -63,16 +63,18 @@ def test_memory_of_a_step_grows_as_its_lines_say():
         [float(n) * {"M": 1, "G": 1024}[unit] for n, unit in re.findall(r"([\d.]+) ([MG])iB", line)]
         for line in (line.replace(",", "") for line in lines[3:])
     )
-    assert cached == [cached[0]] * 3  # of one micro-batch
-    assert 8 < whole[0] / cached[0] < 16  # of eight, by two towers
-    assert whole[2] == pytest.approx(2 * whole[1], abs=0.05 * 1024 + 1)  # as they are rounded
+    assert cached == [cached[0]] * 3  # one micro-batch
+    assert 8 < whole[0] / cached[0] < 16  # eight micro-batches of two towers
+    assert whole[2] == pytest.approx(
+        2 * whole[1], abs=0.05 * 1024 + 1
+    )  # rounding of the printed numbers
     assert tiled == [32 + 8 * 4 * b * 64 / 2**20 for b in (2048, 32_768, 65_536)]
     assert dense == [64, 16 * 1024, 64 * 1024]
 
 
 def test_drawing_ceilings_count_glyphs_drawn_alike():
     images = np.zeros((4, 2, 2), dtype=np.uint8)
-    images[1:3] = 7  # two of four are alike
+    images[1:3] = 7  # two of four are equal
     images[3] = 9
     ids = np.arange(4, dtype=np.int32)
     table = GlyphTable(images=images, codes=encode_names(["A"] * 4), name_ids=ids, font_ids=ids)
@@ -83,7 +85,7 @@ def test_drawing_ceilings_count_glyphs_drawn_alike():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of jsonargparse, about names that Lightning uses
+@pytest.mark.filterwarnings("ignore")  # warnings of jsonargparse about Lightning
 def test_two_arguments_of_the_config_train_the_sigmoid_loss(tmp_path, monkeypatch):
     config = Path(__file__).parents[2] / "examples" / "glyph_clip" / "config.yaml"
     trainer = {"callbacks": "[]", "logger": "false", "default_root_dir": tmp_path}
@@ -104,7 +106,7 @@ def test_two_arguments_of_the_config_train_the_sigmoid_loss(tmp_path, monkeypatc
         "text": torch.from_numpy(encode_names([f"DIGIT {n}" for n in "ABCDEF"])),
     }
     model.training_step(batch, 0).backward()
-    # Six negatives of about 2^-14 and six positives near 0: the bias is to rise.
+    # Six positives outweigh the negatives, so the gradient raises the bias.
     assert model.logit_bias.grad < 0
     assert {*LossStatistics._fields, "loss", "logit_scale"} <= set(logged)
 

@@ -1,4 +1,4 @@
-"""Where no terminal shows a bar, the demo prints lines."""
+"""Without a terminal, the demo prints lines instead of a progress bar."""
 
 import lightning.pytorch as pl
 import pytest

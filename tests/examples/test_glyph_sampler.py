@@ -1,4 +1,4 @@
-"""No name twice in a global batch, every row once an epoch, the same on every rank."""
+"""A global batch has no name twice, and an epoch has every row once, consistently on all ranks."""
 
 from collections import Counter
 

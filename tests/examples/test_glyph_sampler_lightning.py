@@ -1,4 +1,4 @@
-"""What reaches the training steps of two ranks under Lightning's own sampler handling."""
+"""The batches of two ranks under Lightning's handling of samplers."""
 
 import lightning
 import numpy as np
@@ -28,7 +28,7 @@ def table() -> GlyphTable:
 
 
 class Rows:
-    """Serves the name ids of rows, through torch's own DataLoader."""
+    """A data set of the name ids of rows."""
 
     def __getitem__(self, rows: Tensor) -> dict[str, Tensor]:
         return {"name_id": torch.from_numpy(table().name_ids)[rows]}

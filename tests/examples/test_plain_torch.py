@@ -1,4 +1,4 @@
-"""The gradient cache by hand, in plain torch and in Fabric, trains as the strategy does."""
+"""The gradient cache in plain torch and in Fabric trains like the strategy."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every recipe is parsed as it stands and trained at toy size; shards are written by the test."""
+"""Every recipe can be parsed unchanged and trained at toy size, with shards from the test."""
 
 import importlib.util
 import io
@@ -53,7 +53,7 @@ def test_recipe_is_parsed_as_it_stands(path: Path, capsys: pytest.CaptureFixture
 
 
 def write_shards(folder: Path, shards: int = 2, pairs: int = 24) -> str:
-    """Write tar files of PNGs and captions; return how they are named."""
+    """Write tar files of PNGs and captions; return the pattern of their names."""
     from PIL import Image
 
     for shard in range(shards):

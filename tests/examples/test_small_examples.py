@@ -1,4 +1,4 @@
-"""The examples of a page each do what they print."""
+"""The small examples reach the results that they print."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def test_data_is_letters_and_text() -> None:
     images, labels = data.letters(data.FONTS[:2], shifts=1)
     assert images.shape == (52, 1, 16, 16)
     assert labels.tolist() == [*range(26), *range(26)]
-    assert float(images.amax()) == 1  # ink, on every one of them
+    assert float(images.amax()) == 1  # every image has ink
     assert float(images.flatten(1).amax(1).min()) > 0.5
     windows = data.text_windows(3, length=9)
     assert windows.shape == (3, 9)
@@ -45,7 +45,7 @@ def test_gradient_cache_holds_a_micro_batch_and_has_the_gradients_of_all() -> No
 
 
 TRAINING = [
-    # A guess reads 1 letter in 26, finds 1 in 26, and costs log(128) nats.
+    # Chance is 1 of 26 letters for the first two, and log(128) nats for the third.
     pytest.param(balanced_amp.main, 0.5, 1.0, id="balanced_amp"),
     pytest.param(inf_cl.main, 0.5, 1.0, id="inf_cl"),
     pytest.param(pure_fp16.main, 1.0, 2.5, id="pure_fp16"),
@@ -74,7 +74,7 @@ def test_planted_nan_is_located() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of jsonargparse and Lightning
+@pytest.mark.filterwarnings("ignore")  # warnings of jsonargparse and Lightning
 def test_text_to_text_finds_names_of_characters_it_never_saw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,4 +100,4 @@ def test_sharded_trains_on_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     line = done.stdout.strip().splitlines()[-1]
     assert line.endswith("on 2 ranks; a uniform guess among 26 has 3.26")
-    assert float(line.split()[0]) < 1.6  # half of a guess
+    assert float(line.split()[0]) < 1.6  # half of the loss of a uniform guess
