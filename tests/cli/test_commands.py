@@ -54,7 +54,7 @@ def test_command_is_a_function_and_its_name(
         main(["greet", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "usage: lightning-mp greet [--times TIMES] name Greet somebody." in printed
-    assert "times TIMES How often." in printed
+    assert "times TIMES Number of greetings." in printed
     with pytest.raises(SystemExit, match="2"):
         main(["greet"])
     said = capsys.readouterr().err.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""What `torch.accelerator` offers for every device is not asked of `torch.cuda`."""
+"""The package uses `torch.accelerator` where it replaces `torch.cuda`."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RENAMED = {"device", "mem_get_info", "set_device", "current_device"}
-# Any device would answer for CUDA; other facts come back; its streams take no events of CUDA's.
+# Functions of `torch.accelerator` that differ: they answer for any device, return other facts, or
+# return streams that do not accept CUDA's events.
 OTHERWISE = {"is_available", "device_count", "get_device_capability", "current_stream"}
 
 

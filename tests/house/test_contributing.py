@@ -14,7 +14,7 @@ SOURCES = sorted(
     path
     for folder in ("lightning_mp", "callbacks", "strategies", "papers")
     for path in (ROOT / folder).rglob("*.py")
-    # In `lightning_mp` these are links to the folders beside it.
+    # In `lightning_mp`, these are links to the folders at the top.
     if not path.is_relative_to(ROOT / "lightning_mp" / "callbacks")
     and not path.is_relative_to(ROOT / "lightning_mp" / "strategies")
 )

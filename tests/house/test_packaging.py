@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Where setuptools puts the folders that stand at the top of the tree.
+# Installed paths of the folders at the top of the tree.
 INSTALLED_AS = {"callbacks": "lightning_mp/callbacks", "strategies": "lightning_mp/strategies"}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    # From a copy: setuptools would put what an earlier build left in `build/` into the wheel.
+    # Built from a copy, because setuptools would add the files of an earlier build in `build/`.
     others = shutil.ignore_patterns(".*", "build", "*.egg-info", "cache", "output", "__pycache__")
     tree = shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=others)
     subprocess.run(
@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _tree() -> set[str]:
-    """Paths inside the wheel of all source files of the tree."""
+    """Return the paths inside the wheel of all source files of the tree."""
     files = set()
     for folder in ("lightning_mp", *INSTALLED_AS):
         for path in (ROOT / folder).rglob("*"):
@@ -62,7 +62,7 @@ def test_wheel_holds_exactly_the_tree(wheel: Path) -> None:
 
 
 def _public_names() -> dict[str, list[str]]:
-    """`__all__` of every module in the wheel, read without importing, where it is written out."""
+    """Return every literal `__all__` of the modules in the wheel, read without importing."""
     names = {}
     for file in sorted(_tree()):
         if not file.endswith(".py"):
@@ -84,14 +84,14 @@ def test_wheel_in_a_fresh_environment_imports_every_public_name(
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python]
-    # The dependencies are those of this environment, so that no gigabyte is copied; a path file
-    # adds them without the editable install that this environment also has.
+    # A path file adds the dependencies of this environment without copying gigabytes, and without
+    # the editable install of this environment.
     site = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     install = [*pip, "install", "--no-deps", "--ignore-installed", "--quiet", wheel]
     subprocess.run(install, check=True, capture_output=True)
     check = subprocess.run([*pip, "check"], capture_output=True, text=True)
-    assert "lightning-mp" not in check.stdout  # what it requires is there, in the right version
+    assert "lightning-mp" not in check.stdout  # all requirements are met
     names = _public_names()
     assert "InfCLStrategy" in names["lightning_mp.strategies"]
     script = "\n".join(
@@ -115,7 +115,7 @@ def test_wheel_in_a_fresh_environment_imports_every_public_name(
     )
     assert console.returncode == 0, console.stderr
     assert "{fit,validate,test,predict,report,plan,doctor,preflight}" in console.stdout
-    # All that `lightning-mp fit` needs comes with the package, without an extra.
+    # The requirements of `lightning-mp fit` are not in an extra.
     (metadata,) = Path(site).glob("lightning_mp-*.dist-info/METADATA")
     needed = r"^Requires-Dist: jsonargparse\[[^;]*signatures[^;]*$"
     assert re.search(needed, metadata.read_text(), re.MULTILINE)

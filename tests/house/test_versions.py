@@ -1,4 +1,4 @@
-"""The versions that are promised are those that are tested, and they stand in one place."""
+"""The promised versions are the tested versions, and pyproject.toml is their only source."""
 
 import importlib.metadata
 import re
@@ -30,7 +30,7 @@ def test_every_requirement_has_a_lower_bound_that_the_floor_pins() -> None:
         (lowest,) = (each.version for each in requirement.specifier if each.operator == ">=")
         pin = pins[requirement.name]
         assert str(pin.specifier) == f"=={lowest}"
-        assert requirement.specifier.contains(lowest), requirement  # no `!=` takes it away
+        assert requirement.specifier.contains(lowest), requirement  # not excluded by `!=`
         assert str(pin.marker) == str(requirement.marker)
 
 
@@ -50,7 +50,9 @@ WORKFLOWS = sorted(path.name for path in (ROOT / ".github" / "workflows").iterdi
 def test_workflows_run_targets_of_the_makefile(file: str) -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / file).read_text())
     makefile = (ROOT / "Makefile").read_text()
-    assert workflow["permissions"] == {"contents": "read"}  # a job asks for what else it needs
+    assert workflow["permissions"] == {
+        "contents": "read"
+    }  # jobs request further permissions themselves
     for job in workflow["jobs"].values():
         matrix = job.get("strategy", {}).get("matrix", {})
         targets = matrix.get("target", [each["target"] for each in matrix.get("include", [])])

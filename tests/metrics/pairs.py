@@ -14,10 +14,10 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 def make_pairs(
     n_images: int, n_texts: int, width: int, *, seed: int = 0, grid: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns correlated features with several texts an image, in shuffled order.
+    """Return correlated features with several texts per image, in shuffled order.
 
-    On the grid all entries are small integers: dot products are exact in every dtype, and ties
-    are many.
+    With `grid`, all entries are small integers, so dot products are exact in every dtype and many
+    scores are tied.
     """
     generator = torch.Generator().manual_seed(seed)
     image_ids = torch.randperm(n_images, generator=generator) * 7 + 3

@@ -31,7 +31,7 @@ def values(count: int, lowest: int, highest: int) -> Tensor:
 
 
 def near_ties(half: torch.dtype, count: int) -> Tensor:
-    """Return fp32 values at and right beside the middle between two neighbours in half."""
+    """Return fp32 values at and near the middle between two neighbouring half values."""
     lower = values(count, -24, 14).to(half)
     upper = (lower.view(torch.int16) + 1).view(half)
     middle = (lower.float() + upper.float()) / 2
@@ -75,7 +75,7 @@ def test_residual_without_unit_would_carry_14_bits() -> None:
 @half_dtypes
 @pytest.mark.parametrize("is_near_ties", [False, True], ids=["random", "near ties"])
 def test_joined_weights_split_into_the_same_pair(half: torch.dtype, is_near_ties: bool) -> None:
-    """A run that resumes from fp32 weights has to compute with the same half weights."""
+    """A run that resumes from fp32 weights must compute with the same half weights."""
     m = near_ties(half, 200_001) if is_near_ties else values(200_001, -30, 14)
     weight, residual = split_weight(m, half)
     again, rest = split_weight(join_weight(weight, residual), half)
@@ -175,7 +175,7 @@ def test_stochastic_rounding_is_unbiased_and_returns_neighbours_only(
     # Each share is within 6 standard deviations; noise has 13 bits below fp16's smallest number.
     bound = 6 * (wanted * (1 - wanted) / draws).sqrt() + 2.0**-13 + 4 / draws
     assert ((is_outer.double().mean(0) - wanted).abs() < bound).all()
-    # So is the mean, which would show a bias of 1/1000 ULP.
+    # The mean is within 6 standard deviations, too, and would show a bias of 1/1000 ULP.
     bias = (is_outer.double().mean(0) - wanted).mean().abs()
     assert bias < 6 * 0.5 / (301 * draws) ** 0.5 + 2.0**-13
 

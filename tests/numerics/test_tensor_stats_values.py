@@ -27,7 +27,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @pytest.fixture
 def _unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the path of an accelerator: every pass, whatever the values."""
+    """Use the path of accelerators, which makes every pass without reading values."""
     original = rows.row_stats
 
     def row_stats(*args: object, may_sync: bool) -> Tensor:
@@ -53,7 +53,7 @@ def test_stats_equal_the_reference_without_reading_values(bad: bool) -> None:
 
 
 def test_stats_are_equal_with_and_without_reading_values(request: pytest.FixtureRequest) -> None:
-    """What is passed over would have found nothing; only the units of norms differ."""
+    """The skipped passes would have found nothing; only the units of norms differ."""
     tensors = [torch.randn(3000), torch.rand(2048) + 1, planted_tensors(3)[-2], torch.zeros(5000)]
     looked = tensor_stats(tensors)
     request.getfixturevalue("_unlooked")
@@ -180,7 +180,7 @@ def test_complex_numbers_are_two_values(dtype: torch.dtype) -> None:
 
 
 def test_rows_keep_the_order_of_the_tensors() -> None:
-    """Float64 tensors are computed apart from the others."""
+    """Float64 tensors are computed separately."""
     tensors = [torch.full((i + 1,), float(i + 1)) for i in range(6)]
     mixed = [t.double() if i % 2 else t for i, t in enumerate(tensors)]
     assert tensor_stats(mixed)[:, StatField.AMAX].tolist() == [1, 2, 3, 4, 5, 6]
@@ -214,7 +214,7 @@ def test_meta_tensors_raise() -> None:
 
 
 class _Syncs(TorchDispatchMode):
-    """Notes every operator that hands a number to the host or makes a shape out of numbers."""
+    """Records operators that return a number to the host or make a shape from numbers."""
 
     NAMES = ("_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select")
 
@@ -250,7 +250,7 @@ def test_stats_never_read_a_number_from_a_tensor(
 
 @pytest.fixture
 def _process_group() -> Iterator[None]:
-    """A group of this process alone."""
+    """Create a process group with one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Machine:
-    """A GPU that is not there: its capability, and what its launches raise."""
+    """A simulated GPU with a compute capability and an error of its launches."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.capability, self.error, self.launches = (9, 0), None, 0

@@ -1,4 +1,4 @@
-"""A folder for what is reproduced at its fastest size."""
+"""A fixture for the output of a paper's parts at their fastest sizes."""
 
 from pathlib import Path
 

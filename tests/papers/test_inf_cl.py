@@ -89,13 +89,13 @@ def _level_errors(rank: int, level: str) -> dict[str, float]:
 @pytest.mark.parametrize("level", list(levels.LEVELS))
 def test_levels_agree_with_float64_on_ranks(level: str) -> None:
     found = run_ranks(_level_errors, 2, level)[0]
-    # Sums of 64 terms in fp32: 64 roundings of 2^-24 in each of three products at the most.
+    # Each of three products in fp32 has at most 64 rounding errors of 2^-24.
     for name in ("loss_error", "d_image_error", "d_text_error", "d_scale_error"):
         assert found[name] <= 3 * 64 * 2**-24, name
 
 
 def _counts(name: str, batch: int) -> tuple[int, int]:
-    """Count the FLOPs of a step, and of its loss alone."""
+    """Return the FLOPs of a step, and those of its loss."""
     kind = cost.KINDS[name]
     model, inputs = cost._Model(kind.make(), kind.cached), torch.randn(2, batch, cost.INPUTS)
     loss = cost._loss_alone(kind.make(), batch)
@@ -125,7 +125,7 @@ def test_kept_tiles_save_up_to_one_product_of_four() -> None:
     nothing, everything = (_counts(name, batch)[1] for name in (UNKEPT, OURS))
     part = cost.counted(cost._loss_alone(ContrastiveLoss(workspace_bytes=2**20), batch))
     assert everything == 3 * unit < part < 4 * unit == nothing
-    # Half of the workspace is for tiles that are kept, in fp32.
+    # Half of the workspace stores fp32 tiles.
     kept = (nothing - part) // (2 * cost.WIDTH)
     assert 0 < kept <= 2**19 // 4
 
@@ -136,7 +136,8 @@ def test_figure4_counts_a_replay_and_draws(out: Output) -> None:
     rows = [row for row in read(out.folder / "figure4.csv") if row["kind"] == MEASURED]
     assert [row["method"] for row in rows[:3]] == list(cost.KINDS)
     plain, *cached = (float(row["other_flops_a_pair"]) for row in rows[:3])
-    # A forward more, which is two of a plain step's six products less those of the inputs.
+    # The replay adds a forward. A plain step has a forward and twice its products in the backward,
+    # except the gradients of the inputs.
     first, second = 2 * cost.INPUTS * cost.HIDDEN, 2 * cost.HIDDEN * cost.WIDTH
     assert plain == 2 * (2 * first + 3 * second)
     assert cached == [plain + 2 * (first + second)] * 2
@@ -157,7 +158,7 @@ def test_memory_rows_put_formulas_beside_the_papers_cells() -> None:
         for row in memory._with_80_gb()
         if (row["kind"], row["model"], row["ranks"]) == (COMPUTED, "ViT-L/14", 32)
     }
-    # Data and features are the limit of both; no loss is.
+    # Both are limited by data and features, not by the loss.
     assert largest["Inf-CL"] == largest["lightning-mp"] == 1984 * 1024
 
 
@@ -172,8 +173,8 @@ def test_loss_on_ranks_allocates_what_formulas_say() -> None:
     found = dict(zip(memory.METHODS, run_ranks(_peaks_on_a_rank, ranks)[0], strict=True))
     for method, measured in found.items():
         predicted = formulas.loss_bytes(method, 256 * ranks, ranks, 64, memory.MANY_TILES)
-        # The peers' matrices are 4 of b x B or B x B, and a temporary more or less of one; ours is
-        # what the loss promises, and at least its gradients.
+        # The peers hold 4 matrices of b x B or B x B, and may hold one more or one less. Ours holds
+        # at most the promised memory, and at least the gradients.
         matrix = {"dense (CLIP)": 4 * 1024**2, "local (OpenCLIP)": 4 * 256 * 1024}.get(method, 0)
         least = predicted - matrix if matrix else 2 * 4 * 256 * 64
         assert least <= measured <= predicted + matrix, method
@@ -214,7 +215,7 @@ def test_all_parts_run_and_label_what_they_say(
             }
     dense, _, ours, _ = (row for row in read(folder / "table3.csv") if row["kind"] == MEASURED)
     for score in ("top1", "i2t_r@1", "t2i_r@1"):
-        # Alike but for rounding, which may turn the rank of a glyph or two of 3,268.
+        # Equal except for rounding, which may change the ranks of a few of 3,268 glyphs.
         assert float(ours[score]) == pytest.approx(float(dense[score]), abs=2e-3), score
     by_level = {
         (row["level"], int(row["ranks"])): row

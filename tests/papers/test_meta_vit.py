@@ -1,4 +1,4 @@
-"""Meta's ladder at its smallest size: what its rungs change, and what they must not."""
+"""Meta's ladder at its smallest size: each rung changes one property, and no other results."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_flops_are_those_of_the_products_by_hand() -> None:
         edge = scene.edge(rung)
         patches = (edge // scene.size.patch) ** 2
         tokens = patches + (rung.pool == "cls")
-        # Per token: q, k, v and out are 4 d^2, the MLP 8 d^2, both products of attention 2 L d.
+        # Products per token: 4 d^2 for q, k, v and out, 8 d^2 for the MLP, 2 L d for attention.
         blocks = depth * tokens * (12 * d**2 + 2 * tokens * d)
         multiplies = patches * d * scene.size.patch**2 + blocks + d * 36
         assert flops_of(scene, rung) == 3 * 2 * multiplies
@@ -51,11 +51,11 @@ def test_characters_are_the_same_at_any_size_and_differ() -> None:
     assert torch.equal(labels, same)
     assert set(labels.tolist()) <= set(range(len(CHARACTERS)))
     halved = torch.nn.functional.avg_pool2d(large, 2)
-    # Pixels of twice the size, up to what bilinear sampling blurs.
+    # Drawings at twice the size are equal except for the blur of bilinear sampling.
     assert torch.corrcoef(torch.stack([small.flatten(), halved.flatten()]))[0, 1] > 0.9
     assert abs(float(small.mean())) < 0.3
     assert 0.5 < float(small.std()) < 2
-    # Nearest neighbours among so few are of one character far more often than by chance, 1 in 36.
+    # Nearest neighbours show the same character much more often than by chance, 1 in 36.
     distance = torch.cdist(small.flatten(1), small.flatten(1)).fill_diagonal_(torch.inf)
     assert (labels[distance.argmin(1)] == labels).float().mean() > 5 / len(CHARACTERS)
 
@@ -72,7 +72,7 @@ def test_ladder_and_chips_write_their_files(out: Output) -> None:
     assert len(rows) == len(LADDER) + 1
     printed = [row["times_O1"] for row in tables["ladder"] if row["kind"] != "measured"]
     assert printed == ["1.0", "1.51", "1.86", "2.18"]
-    # What changes no arithmetic changes no loss: a fused step, the layout, shards of one rank.
+    # A fused step, the layout and shards of one rank change no arithmetic and therefore no loss.
     for name, before in (("fused step", "balanced"), ("batch second", "pooled head")):
         assert float(rows[name]["loss"]) == pytest.approx(float(rows[before]["loss"]), rel=1e-3)
     assert float(rows["FSDP"]["loss"]) == pytest.approx(

@@ -1,4 +1,4 @@
-"""The figures of mixed precision at their smallest size: what they show holds there too."""
+"""The statements of the mixed-precision figures hold at their smallest size."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from tests.benchmarks.rehearsing import read
 
 
 def rows_of(out: Output, part: str) -> list[dict[str, Any]]:
-    """Make a part; return the rows of its file."""
+    """Reproduce a part; return the rows of its file."""
     pytest.importorskip("matplotlib")
     mixed_precision.PARTS[part](out)
     assert (out.folder / f"{part}.png").stat().st_size > 0
@@ -21,7 +21,7 @@ def rows_of(out: Output, part: str) -> list[dict[str, Any]]:
 @pytest.mark.sweep
 def test_masters_and_residuals_follow_fp32_and_fp16_alone_does_not(out: Output) -> None:
     off = [abs(float(row["of_fp32"])) for row in rows_of(out, "curves")]
-    # Updates below half a step of fp16 are lost without masters, and only there.
+    # Only fp16 without master weights loses updates below half a ULP.
     assert max(off[1:3]) < 0.1 * off[3]
 
 
@@ -39,7 +39,7 @@ def test_suggested_scale_moves_gradients_into_the_window(out: Output) -> None:
 def test_loss_scale_falls_at_overflows_and_grows_after_good_steps(out: Output) -> None:
     (row,) = rows_of(out, "scale")
     assert float(row["lowest"]) < float(row["first"]) == 2.0**24
-    assert int(row["steps"]) == 60 + int(row["skipped"])  # a skipped step is no step
+    assert int(row["steps"]) == 60 + int(row["skipped"])  # skipped steps do not count
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ LOCAL_FEATURES_ON_8 = formulas.LOCAL_GATHERED_FEATURES + formulas.LOCAL_OWN_FEAT
 def _solved(
     method: str, sizes: tuple[str, ...], ranks: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Solve for matrices and copies of features again; return them, and what rounding allows."""
+    """Solve for the numbers of matrices and copies of features; return them with their errors."""
     cells = figures()[TABLE1]["8xA800"][method]
     batches = [int(size[:-1]) * K for size in sizes]
     columns = np.array([[4 * b * b / ranks, 4 * b * paper.L14_WIDTH] for b in batches]) / GIB
@@ -59,7 +59,7 @@ def test_copies_of_inf_cl_are_those_of_the_cells_named(
 
 
 def _allowed(label: str, ranks: int, batch: int, width: int) -> float:
-    """Return what the rounding of a cell and of the fitted cells allows, in GB."""
+    """Return the largest error from the rounding of a cell and of the fitted cells, in GB."""
     if "OpenCLIP" in label:
         _, (matrices, features) = _solved("OpenCLIP", ("64k", "128k"), 8)
         matrix = batch**2 / ranks
@@ -68,13 +68,13 @@ def _allowed(label: str, ranks: int, batch: int, width: int) -> float:
         matrix = float(batch**2)
     else:
         large = batch / ranks >= formulas.INF_CL_LARGE_RANK_BATCH
-        fitted = 131072 if large else 16384  # pairs a rank of the cell that is fitted
+        fitted = 131072 if large else 16384  # pairs per rank of the fitted cell
         return ROUNDING + 2 * ROUNDING * batch / ranks * width / (fitted * paper.L14_WIDTH)
-    # The fit may lie anywhere that its cells' rounding allows, and so may the truth.
+    # Both the fitted and the true coefficients are only known within the rounding of their cells.
     return ROUNDING + 2 * 4 * (matrices * matrix + features * batch * width) / GIB
 
 
-# Slips: 64.13 stands at 352k and at 368k, and 8k pairs a rank are 0.35 on 32 GPUs, 0.36 on 8.
+# Errors of the paper: 64.13 at both 352k and 368k; 0.35 and 0.36 for 8k pairs a rank.
 OFF = {"ViT-L/14+offload on 32, OpenCLIP 368k", "32xA800 Inf-CL 256k"}
 
 
@@ -103,7 +103,7 @@ def test_peak_of_inf_cl_is_fitted_to_its_rows_and_predicts_the_others() -> None:
                 rows.append([1.0, 2 * 4 * paper.L14_WIDTH * pairs / GIB])
                 peaks.append(peak - (0 if "offload" in method else pairs * paper.PAIR_BYTES / GIB))
     (backbone, copies), *_ = np.linalg.lstsq(np.array(rows), np.array(peaks), rcond=None)
-    # As they are printed: with two digits and with one.
+    # Rounded like the printed values.
     assert round(backbone, 2) == paper.BACKBONE_GIB
     assert round(copies, 1) == paper.CACHED_FEATURES
     assert len(peaks) == 14
@@ -123,7 +123,7 @@ def test_slips_are_what_the_cells_say() -> None:
     assert figures()[TABLE1]["32xA800"]["Inf-CL"]["1024k"][0] == 1.44
     seconds = figures()["fig4_ViT-L/14_8xA800"]["iter_s"]["Inf-CL"]
     assert round(seconds["256k"] / seconds["64k"], 2) == 4.05
-    # b/n, not b/n^2: four times the GPUs, a quarter of the memory.
+    # b/n instead of b/n^2: with four times the GPUs, a quarter of the memory.
     by_ranks = [figures()[TABLE1][f"{n}xA800"]["Inf-CL"]["128k"][0] for n in (8, 32)]
     assert by_ranks[0] / by_ranks[1] == pytest.approx(4)
     ratio = loss_gib("OpenCLIP", 1024 * K, 128, 768) / loss_gib("Inf-CL", 1024 * K, 128, 768)

@@ -1,4 +1,4 @@
-"""The Vision Transformer of the ladder: layouts compute one function, sizes are the usual."""
+"""The Vision Transformer of the ladder gives equal results in all layouts, at the usual sizes."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_layouts_compute_the_same_function(pool):
     expected, found = batch_first(images), batch_second(images)
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    # Images do not see each other, whichever dimension they are in.
+    # Images do not affect each other in any layout.
     torch.testing.assert_close(batch_second(images[1:2]), expected[1:2], rtol=1e-5, atol=1e-5)
 
 

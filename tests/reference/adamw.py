@@ -1,4 +1,4 @@
-"""AdamW in float64: plain, with the clip of the update's RMS, and with atan2 for the division."""
+"""AdamW in float64, with clipping of the update's RMS, and with atan2 instead of the division."""
 
 from dataclasses import dataclass
 
@@ -45,6 +45,6 @@ class AdamWReference:
 
 
 def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Largest difference over the largest value that is expected, or over `floor`."""
+    """Return the largest difference over the largest expected value, which is at least `floor`."""
     scale = expected.double().abs().max().clamp_min(max(floor, torch.finfo(torch.float64).tiny))
     return ((value.double() - expected.double()).abs().max() / scale).item()

@@ -1,4 +1,4 @@
-"""The contrastive loss in float64, dense and by autograd, with the positive kept apart."""
+"""The dense contrastive loss in float64 with autograd; positives are separate from negatives."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ def dense_loss(image: Tensor, text: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def loss_of_logits(logits: Tensor) -> Tensor:
-    """`mean softplus(LSE of negatives - positive)`, which keeps its digits when it is tiny."""
+    """Return `mean softplus(LSE of negatives - positive)`, which is accurate for tiny losses."""
     positive = logits.diagonal()
     negatives = logits.masked_fill(torch.eye(len(logits), dtype=torch.bool), -torch.inf)
     terms = [
@@ -42,13 +42,13 @@ def dense_sigmoid_loss(
 
 
 def sigmoid_loss_of_logits(logits: Tensor) -> Tensor:
-    """open_clip's `SigLipLoss` of one process: all pairs, divided by the batch size."""
+    """Return open_clip's `SigLipLoss` on one process: the sum over pairs over the batch size."""
     labels = 2 * torch.eye(len(logits), dtype=logits.dtype) - 1
     return -torch.nn.functional.logsigmoid(labels * logits).sum() / len(logits)
 
 
 def reference(image: Tensor, text: Tensor, scale: float) -> Reference:
-    """Loss and gradients of the float64 reference for features of any dtype."""
+    """Return loss and gradients in float64 for features of any dtype."""
     image, text = (features.detach().double().requires_grad_() for features in (image, text))
     scale_64 = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
     loss = dense_loss(image, text, scale_64)
@@ -57,19 +57,19 @@ def reference(image: Tensor, text: Tensor, scale: float) -> Reference:
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
+    """Return the norm of the difference over the norm of the expected value."""
     difference = (value.double() - expected.double()).norm()
     return (difference / expected.double().norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
 
 
 def hard_features(b: int, width: int, case: str) -> tuple[Tensor, Tensor, float]:
-    """Features and a scale by what is hard about their logits."""
+    """Return features and a scale for one of the `HARD` cases of logits."""
     image, text = (normalize(torch.randn(b, width), dim=1) for _ in range(2))
     if case == "logits to 1e4":
         return image, text, 1e4
     if case == "converged":  # each pair 40 above its negatives, which are about 1 apart
         own = math.sqrt(0.4) * torch.eye(b)
         return torch.cat([0.3 * image, own], 1), torch.cat([0.3 * text, own], 1), 100.0
-    if case == "rows far apart":  # by more than one reference serves
+    if case == "rows far apart":  # outside the range of one reference
         return image * torch.logspace(-1, 1, b)[:, None], text, 100.0
     return image, text, 100.0

@@ -16,10 +16,10 @@ def dense_ranks(
     normalize: bool,
     margin: float = 0.0,
 ) -> Tensor:
-    """Returns the worst rank that ties allow, for each query that has a match.
+    """Return the worst rank under ties, for each query that has a match.
 
-    `margin` moves every rival's score up, relative to both norms (to one for cosine): a small
-    positive and a small negative one bracket what any rounding of the scores may give.
+    `margin` raises the scores of all other candidates, relative to both norms (for cosine, to one).
+    The ranks for a small positive and a small negative margin bound the ranks of rounded scores.
     """
     query_QD, candidate_CD = query_QD.double(), candidate_CD.double()
     if normalize:
@@ -39,7 +39,7 @@ def dense_ranks(
 
 
 def dense_summary(ranks: Tensor, top_k: tuple[int, ...]) -> dict[str, float]:
-    """Returns what the metric reports of one direction."""
+    """Return the values of one direction."""
     return {
         **{f"recall@{k}": float((ranks <= k).double().mean()) for k in top_k},
         "median_rank": float(ranks.double().quantile(0.5)),
@@ -58,7 +58,7 @@ def dense_recall(
     top_k: tuple[int, ...],
     margin: float = 0.0,
 ) -> dict[str, float]:
-    """Returns both directions under the metric's names."""
+    """Return the values of both directions under the names of the metric."""
     sides = {
         "image_to_text": (image_ND, text_MD, image_ids_N, text_ids_M),
         "text_to_image": (text_MD, image_ND, text_ids_M, image_ids_N),

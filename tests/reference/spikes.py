@@ -21,7 +21,7 @@ class SpikeRule:
     streak: int = 0
 
     def judge(self, value: float) -> tuple[bool, float]:
-        """Return whether a value is a spike, and its z; take in what is healthy."""
+        """Return whether a value is a spike, and its z; add a healthy value to the window."""
         if not math.isfinite(value) or value == 0:
             return False, math.nan
         z = self._z(value)

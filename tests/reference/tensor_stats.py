@@ -14,12 +14,12 @@ from lightning_mp.numerics.stats_view import StatField
 __all__ = ["assert_stats_agree", "dense_stats", "planted", "planted_tensors"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# No size is a multiple of another; the last two have many rows of 1024 and a rest.
+# The last two shapes have many rows of 1024 values and an unfinished row.
 SHAPES = ((), (0,), (1,), (37,), (1024,), (3, 5, 411), (2, 1024), (70, 1009), (211, 1033))
 
 
 def dense_stats(tensors: Sequence[Tensor], scale: float = 1.0, unscale: float = 1.0) -> Tensor:
-    """Returns what `tensor_stats` should, from values widened to float64."""
+    """Return the statistics of values that are widened to float64."""
     rows = []
     for tensor in tensors:
         values = tensor.detach().double().flatten() * unscale
@@ -37,7 +37,7 @@ def dense_stats(tensors: Sequence[Tensor], scale: float = 1.0, unscale: float = 
 
 
 def assert_stats_agree(stats_NK: Tensor, tensors: Sequence[Tensor], **scales: float) -> None:
-    """Counts must be equal, magnitudes close."""
+    """Assert that counts are equal and magnitudes are close."""
     expected_NK = dense_stats(tensors, **scales)
     stats_NK = stats_NK.cpu()
     assert stats_NK.dtype == torch.float64
@@ -51,11 +51,11 @@ def assert_stats_agree(stats_NK: Tensor, tensors: Sequence[Tensor], **scales: fl
 def planted(
     shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, *, bad: bool = True
 ) -> Tensor:
-    """Random values of a random size, some of them zeros, tiny or on a bound, NaN or infinite."""
+    """Return random values of a random magnitude, with zeros, tiny values, bounds, NaN and inf."""
     size = 10.0 ** torch.empty(()).uniform_(-6, 3, generator=generator)
     values = torch.randn(shape, generator=generator, dtype=torch.float64) * size
     kind = torch.rand(shape, generator=generator)
-    # 2^-14 is no subnormal any more; fp16 makes 0 of 2^-25.
+    # 2^-14 is the smallest normal number of fp16, and 2^-25 rounds to 0.
     plants = [0.0, -0.0, 2.0**-14, -(2.0**-14) * (1 - 2.0**-7), 2.0**-24, -(2.0**-24), 2.0**-25]
     if torch.finfo(dtype).tiny < 2.0**-40:
         plants += [-(2.0**-25) * (1 + 2.0**-7), 1e-20, -(2.0**-126), 2.0**-130, 2.0**-133]
@@ -67,6 +67,6 @@ def planted(
 
 
 def planted_tensors(seed: int, *, bad: bool = True) -> list[Tensor]:
-    """Every shape in every dtype."""
+    """Return a tensor of every shape in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     return [planted(shape, dtype, generator, bad=bad) for shape in SHAPES for dtype in DTYPES]
