@@ -171,7 +171,7 @@ def fake_gpu(arch: int, choice: int = 0) -> Iterator[None]:
         for target, name, value in (
             # Fake tensors have no address, but launchers and Triton check its alignment.
             (FakeTensor, "data_ptr", lambda x: _BASE_ADDRESS + x.storage_offset() * x.itemsize),
-            (request, "triton_problem", lambda *_: None),
+            (request, "tiles_problem", lambda *_: None),
             (tiles, "arch_of", lambda _: table_arch(divmod(arch, 10))),
             (tiles, "_multiprocessors", lambda _: _MULTIPROCESSORS),
             (tiles, "fastest", fastest),
