@@ -87,6 +87,7 @@ class ParameterMonitor(SamplingMonitor):
         self._waiting: dict[int, nn.Parameter] = {}  # parameters without a gradient so far
         self._spare: dict[str, nn.Parameter] = {}  # parameters in no optimizer
         self._before: dict[Optimizer, tuple[int, Tensor]] = {}  # completed steps, and values then
+        self._frozen: set[str] = set()  # frozen parameters that a note has counted
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -132,7 +133,13 @@ class ParameterMonitor(SamplingMonitor):
             is_wide=[p.dtype.itemsize > 2 for p in parameters],
             rates=[rate if isinstance(rate, int | float) else None for rate in rates],
             spare=[name for name, p in self._spare.items() if p.grad is not None],
+            frozen=self._frozen_in(step),
         )
+
+    def _frozen_in(self, step: TrainingStep) -> dict[str, int]:
+        """Return the frozen parameters that the optimizer holds, with their numbers of values."""
+        held = _parameters(step.optimizer)
+        return {step.names.get(id(p), ""): p.numel() for p in held if not p.requires_grad}
 
     def _changes(self, step: TrainingStep, shards: list[Tensor]) -> Tensor:
         """Return the number of changed values of each parameter; NaN if unknown."""
@@ -170,12 +177,18 @@ class ParameterMonitor(SamplingMonitor):
         rms = np.sqrt(sums_NK[:, _SQUARES].sum() / numels.sum())
         self.record({"trained_share": float(trained), "weight_rms": float(rms)}, facts)
         self.history.add_column("weight_rms", facts.step, {p.name: p.rms for p in parameters})
+        verdicts, frozen = list[Verdict](), context["frozen"]
+        if frozen.keys() - self._frozen:
+            self._frozen |= frozen.keys()
+            share = sum(frozen.values()) / (sum(frozen.values()) + numels.sum())
+            note = Verdict("frozen_weights", share, None, "info", next(iter(frozen)))
+            verdicts.append(replace(note, numbers={"count": len(frozen)}))
         spare, strange = context["spare"], sum(not name for name in context["names"])
         if not spare:
-            return self._rule.judge(facts.step, parameters)
+            return verdicts + self._rule.judge(facts.step, parameters)
         # Tensors that do not belong to the model raise no other alarm: they have one cause.
         own = [p for p, name in zip(parameters, context["names"], strict=True) if name]
-        verdicts = self._rule.judge(facts.step, own)
+        verdicts += self._rule.judge(facts.step, own)
         if facts.step >= self._patience:
             numbers = {"strange": strange, "count": len(spare)}
             tags = ("strange",) if strange else ()

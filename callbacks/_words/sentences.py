@@ -99,6 +99,8 @@ MESSAGES = {
     "not_optimized, strange": "The optimizer holds {strange:count tensor} that {strange:is} not "
     "among the model's parameters, while {count:count parameter} of the model with a gradient "
     "{count:is} in no optimizer. The first of them is `{tensor}`.",
+    "frozen_weights": "The optimizer holds {count:count parameter}, {value:.0%} of its values, "
+    "with `requires_grad=False`. The first of them is `{tensor}`.",
     "vanishing_gradients": "The gradient of `{tensor}`, divided by the norm of its weights, is "
     "{value:.2g} times that of `{largest}`, below {threshold:g}.",
     "weight_collapse": "The RMS of `{tensor}` has fallen from {usual:.3g} to {value:.3g}.",
@@ -299,6 +301,8 @@ REMEDIES = {
     "`parameter.requires_grad_(False)`, which saves their gradients.",
     "not_optimized, strange": "Make the optimizer in `configure_optimizers` from "
     "`self.parameters()`, after modules have been copied or replaced.",
+    "frozen_weights": "If they are meant to train, call `parameter.requires_grad_(True)`. "
+    "Otherwise leave them out of the optimizer.",
     "vanishing_gradients": "Add a norm or a residual connection to each layer, or use an "
     "activation that does not saturate, such as GELU.",
     "weight_collapse": "Lower `weight_decay`, or move the parameter to a group with "

@@ -61,6 +61,7 @@ VALUES = {
     "no_gradient": (0.93, 0.1),
     "unchanged_weights": (1.0, 0.1),
     "not_optimized": (2, 0),
+    "frozen_weights": (0.93, None),
     "vanishing_gradients": (3e-12, 1e-8),
     "weight_": (0.001, 0.002),
     "feature_collapse": (0.028, 0.1),

@@ -65,11 +65,11 @@ class Planted:
         return train(model, plugin, *self.callbacks(), **self.options)
 
     def found(self, outcome: Outcome) -> Alarm | None:
-        """Return the first alarm that names the failure."""
+        """Return the first alarm, or else the first note, that names the failure."""
         return next(
             (
                 alarm
-                for alarm in outcome.alarms
+                for alarm in (*outcome.alarms, *outcome.notes)
                 if self.monitor in (ANY_MONITOR, alarm.monitor)
                 and self.kind in (None, alarm.kind)
                 and (not self.tensors or alarm.tensor in self.tensors)

@@ -2,10 +2,12 @@
 
 import functools
 import statistics
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from tests.monitors.planted import Fit, Planted
 from tests.monitors.planted_numbers import STEP, Attends, WithBatchNorm
@@ -44,6 +46,25 @@ class Drifts(Learner):
 
     def progress(self) -> tuple[float, float]:
         return statistics.fmean(self.log_z[-20:]), 30.0
+
+
+class Grows(Drifts):
+    """Classifies points with a term that lowers the smallest logit without bound.
+
+    The term does not change log Z. The model has learned if no logit exceeds 30.
+    """
+
+    def __init__(self, weight_decay: float = 0.0) -> None:
+        super().__init__()
+        self.weight_decay = weight_decay
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=6e-3, weight_decay=self.weight_decay)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        logits = self.network(batch[0])
+        self.log_z.append(float(logits.detach().abs().max()))
+        return F.cross_entropy(logits, batch[1]) + 0.1 * logits.amin(dim=1).mean()
 
 
 class Narrows(Fit):
@@ -173,6 +194,13 @@ FAILURES = [
         monitor="ActivationRangeMonitor", kind="output_log_z", tensors=("training_step",), step=500,
         advises="z-loss",
         cure="a z-loss", remedy={"z_loss": 1e-2},
+    ),
+    Planted(
+        name="output logits that grow without bound",
+        model=Grows,
+        monitor="ActivationRangeMonitor", kind="output_logit", tensors=("training_step",), step=500,
+        advises="`weight_decay` for the last layer",
+        cure="a weight decay for the last layer", remedy={"weight_decay": 3.0},
     ),
     Planted(
         name="attention that becomes one-hot",

@@ -60,6 +60,14 @@ def residual() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), *(Residual() for _ in range(12)), nn.Linear(32, 1))
 
 
+class Frozen(nn.Sequential):
+    """Has a first layer that may be frozen and that is too narrow to fit without training."""
+
+    def __init__(self, is_trained: bool = False) -> None:
+        super().__init__(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+        self[0].requires_grad_(is_trained)
+
+
 class Bounded(Fit):
     """Has learned if the RMS of the first layer's weights, 0.2 at the start, is below 1."""
 
@@ -130,6 +138,13 @@ FAILURES = [
         monitor="ParameterMonitor", kind="no_gradient", tensors=("network.stem.0.weight",), step=50,
         advises=".detach()",
         cure="no `.detach()`", remedy={"network": functools.partial(Detached, False)},
+    ),
+    Planted(
+        name="layer frozen by mistake",
+        settings={"network": Frozen, "share": 0.6, "steps": 400},
+        monitor="ParameterMonitor", kind="frozen_weights", tensors=("network.0.weight",), step=0,
+        advises="requires_grad_(True)",
+        cure="`requires_grad=True`", remedy={"network": functools.partial(Frozen, True)},
     ),
     Planted(
         name="learning rate of 0",
