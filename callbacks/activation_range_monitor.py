@@ -22,7 +22,7 @@ from lightning_mp.callbacks._step.training_state import Moment, TrainingStep, st
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.floats import VALUE_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats
-from lightning_mp.precision._choice.module_selection import as_written, select_modules
+from lightning_mp.precision._choice.module_selection import as_written, select_modules, select_norms
 from lightning_mp.precision.inf_clamp import InfClamp
 
 __all__ = ["ActivationRangeMonitor"]
@@ -108,7 +108,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             parents = {name.rpartition(".")[0] for name in eager}
             blocks = set(blocks_in(pl_module))
             chosen = {n: m for n, m in eager.items() if n and (n not in parents or m in blocks)}
-            norms = select_modules(pl_module, ["norm"])
+            norms = select_norms(pl_module)
             # A compiler would trace the mode that sees function calls.
             is_eager = len(eager) == sum(1 for _ in pl_module.modules())
             callers = eager if is_eager else {}

@@ -1,6 +1,7 @@
 """Commands of `lightning-mp` without a Trainer; a function's arguments are its options."""
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,4 +59,6 @@ def command_parser(name: str, **kwargs: Any) -> ArgumentParser:
 def run_command(name: str, args: Sequence[str]) -> None:
     """Parse the arguments of a command and run it."""
     parser = command_parser(name, prog=f"lightning-mp {name}")
+    # With `+`, jsonargparse appends to a list: a repeated `--config` adds a file, as for `fit`.
+    args = [re.sub(r"^--config(?==|$)", "--config+", each) for each in args]
     COMMANDS[name](**parser.parse_args(args).as_dict())

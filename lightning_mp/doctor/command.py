@@ -4,7 +4,7 @@ __all__ = ["doctor"]
 
 
 def doctor(
-    config: str | None = None, gpu_memory: float = 80.0, host_memory: float = 1000.0
+    config: list[str] | None = None, gpu_memory: float = 80.0, host_memory: float = 1000.0
 ) -> None:
     """Check the configuration of a run, without running a batch.
 
@@ -13,7 +13,7 @@ def doctor(
     is 1 if a finding is an error, so that the command can run in continuous integration.
 
     Args:
-        config: YAML file of a run, as for `lightning-mp fit --config`.
+        config: YAML files of a run, as for `lightning-mp fit --config`; repeat the option.
         gpu_memory: Memory of a GPU of the run, in GiB.
         host_memory: Memory of a node of the run, in GiB.
     """

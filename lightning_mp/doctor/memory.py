@@ -1,5 +1,7 @@
 """Memory of a contrastive run, by `lightning-mp plan`."""
 
+from collections.abc import Sequence
+
 from lightning_mp.doctor.finding import Finding
 from lightning_mp.doctor.started_run import StartedRun
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
@@ -8,7 +10,7 @@ __all__ = ["memory_findings"]
 
 
 def memory_findings(
-    run: StartedRun, config: str, gpu_memory: float, host_memory: float
+    run: StartedRun, config: Sequence[str], gpu_memory: float, host_memory: float
 ) -> list[Finding]:
     """Return a finding if the run does not fit in the memory of its machine."""
     # An error of the set-up would only be raised again.

@@ -3,7 +3,7 @@
 __all__ = ["preflight"]
 
 
-def preflight(config: str | None = None, steps: int = 4, dirpath: str | None = None) -> None:
+def preflight(config: list[str] | None = None, steps: int = 4, dirpath: str | None = None) -> None:
     """Name the modules that half precision hurts, and print settings that fix them.
 
     `PrecisionPreflight` compares the first batches of the run in half precision and in fp32, module
@@ -11,7 +11,7 @@ def preflight(config: str | None = None, steps: int = 4, dirpath: str | None = N
     matter.
 
     Args:
-        config: YAML file of a run, as for `lightning-mp fit --config`.
+        config: YAML files of a run, as for `lightning-mp fit --config`; repeat the option.
         steps: Number of batches to compare.
         dirpath: Folder for the page `preflight.html`; without it, no file is written.
     """

@@ -9,19 +9,18 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 import lightning_mp
+from lightning_mp._config_files import read_config
 from lightning_mp.cli.lightning_cli import LightningMPCLI
 
 __all__ = ["StartedRun", "start"]
@@ -103,7 +102,7 @@ class _StopsAfterSetUp(Callback):
 
 
 def start(
-    config: str,
+    config: str | Sequence[str],
     inspect: Callable[[StartedRun], None] = lambda run: None,
     callback: Callback | None = None,
     **trainer: Any,
@@ -111,25 +110,19 @@ def start(
     """Make model, data and Trainer of a config file, and set them up without a batch.
 
     Args:
-        config: The YAML file.
+        config: The YAML files.
         inspect: Called once, after the set-up or its failure.
         callback: The only callback of the run, which stops it later; `None` stops it after the
             set-up.
         trainer: Arguments of the Trainer that replace those of the config.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file holds no mapping.
+        OSError: A file cannot be read.
+        ValueError: A file holds no mapping.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a `class_path` may refer to code in this folder
-    settings = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
-    if not isinstance(settings, dict):
-        raise ValueError(
-            f"Passed `--config {config}`, which holds no settings. It must be a YAML file as for "
-            "`lightning-mp fit --config`."
-        )
-    settings = settings.get("fit", settings)
+    settings = read_config(config)
     for name in lightning_mp.__all__:  # so that bare class names are known
         getattr(lightning_mp, name)
     run = StartedRun(settings)

@@ -15,7 +15,7 @@ _GPUS = 8  # of a node, if neither the command nor the config names a number
 
 
 def plan(
-    config: str | None = None,
+    config: list[str] | None = None,
     model: str | None = None,
     batch: str | None = None,
     gpus: int | None = None,
@@ -41,7 +41,7 @@ def plan(
     keeps; both are measured on tensors without memory.
 
     Args:
-        config: YAML file of a run, as for `lightning-mp fit --config`.
+        config: YAML files of a run, as for `lightning-mp fit --config`; repeat the option.
         model: Instead of a config: `ViT-L/14`, `ViT-B/16`, `ViT-B/32`, a class of transformers, a
             folder with a config.json, or a model name of open_clip. Nothing is downloaded.
         batch: Global batch, such as 10M or 1024k, where k is 1,024 and M is 1,024 k. The default is
@@ -105,7 +105,7 @@ def pairs_of(text: str) -> int:
     return pairs
 
 
-def _subject(config: str | None, model: str | None, precision: str | None) -> Subject:
+def _subject(config: list[str] | None, model: str | None, precision: str | None) -> Subject:
     from lightning_mp.plan.subject import PRECISIONS
 
     if precision is not None and precision not in PRECISIONS:

@@ -6,12 +6,11 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_class
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_mp._config_files import read_config
 from lightning_mp._nested import map_tensors, tensors_in
 from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.subject import PRECISIONS, StaticBytes, Subject, TowerBytes
@@ -29,7 +29,7 @@ from lightning_mp.plan.tower_bytes import blank, computing_in, measure_towers
 __all__ = ["subject_of_config"]
 
 
-def subject_of_config(path: str, precision: str | None = None) -> Subject:
+def subject_of_config(paths: str | Sequence[str], precision: str | None = None) -> Subject:
     """Make model and data of a config, and measure its towers in one training step.
 
     No Trainer is made, so a config for 256 GPUs can be planned on a laptop. The bytes of a pair are
@@ -40,7 +40,7 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a `class_path` may refer to code in this folder
-    settings: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    settings = read_config(paths)
     trainer = settings.get("trainer") or {}
     strategy = _arguments(trainer.get("strategy"))
     chosen = precision or _precision(trainer)

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import Check, explains_arguments, keeps_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.precision._choice.module_selection import select_modules
+from lightning_mp.precision._choice.module_selection import select_modules, select_norms
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.half_module import compute_in_fp32, outermost
 from lightning_mp.precision._weights.working_copies import WorkingCopies
@@ -52,7 +52,7 @@ class BalancedAMP(ScaledPrecision):
         loss_scale: `"dynamic"`, a number for a static scale, or a `LossScaleConfig`. `None` is
             dynamic for fp16 and no loss scale for bf16, which has the range of fp32.
         fp32_modules: Modules that compute in fp32 with their fp32 weights: `"norm"` for all
-            normalization layers, class names, or dotted names.
+            normalization layers and a submodule `norm`, class names, or dotted names.
         fp32_ops: Names of torch functions to run in fp32 in addition to those of `OpPolicy`.
         half_ops: Names of torch functions to run in half precision.
         inf_clamp: Modules whose fp16 outputs are clamped, see `InfClamp`.
@@ -129,7 +129,7 @@ class BalancedAMP(ScaledPrecision):
         """Return the modules that keep fp32 weights, and make all but norms compute in fp32."""
         kept = select_modules(module, self.fp32_modules)
         # Norms are handled by the op policy and return the dtype of their input.
-        norms = set(select_modules(module, ["norm"]).values())
+        norms = set(select_norms(module).values())
         islands = {n: m for n, m in kept.items() if m not in norms}
         for island in islands.values():  # a tower frozen in half must match its fp32 inputs
             for tensor in (*island.parameters(), *island.buffers()):

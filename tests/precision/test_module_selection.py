@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mp.precision._choice.module_selection import select_modules
+from lightning_mp.precision._choice.module_selection import select_modules, select_norms
 
 
 class T5LayerNorm(nn.Module):
@@ -87,6 +87,16 @@ def test_norm_selects_similar_classes_but_none_with_other_weights() -> None:
     root = nn.Sequential(*norms, *others)
     selected = select_modules(root, ["norm"])
     assert list(selected) == ["0", "1", "2", "3", "4", "5.inner", "7.norm"]
+
+
+def test_norm_selects_a_submodule_of_that_name_as_well() -> None:
+    """A hand-written norm is often an attribute `norm` of the model, which is its dotted path."""
+    root = Model()
+    root.norm = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    root.encoder.norm = nn.Identity()  # its path is `encoder.norm`
+    expected = ["encoder.block.1", "final", "norm", "norm.0", "norm.1"]
+    assert list(select_modules(root, ["norm"])) == expected
+    assert list(select_norms(root)) == ["encoder.block.1", "final"]
 
 
 def test_norm_selects_nothing_in_a_model_without_norms() -> None:

@@ -142,9 +142,9 @@ def test_command_prints_settings_that_remedy_the_error(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-mp"])
 
-    def run(command: str) -> str:
+    def run(command: str, *more: str) -> str:
         path.write_text(yaml.safe_dump(config))
-        main([command, "--config", str(path)])
+        main([command, "--config", str(path), *more])
         return capsys.readouterr().out
 
     with pytest.raises(SystemExit, match="1"):
@@ -152,7 +152,10 @@ def test_command_prints_settings_that_remedy_the_error(
     printed = capsys.readouterr().out
     assert "With `fp32_modules: [blocks.1.weak]` the largest error is" in printed
     assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
-    config["trainer"].update(yaml.safe_load(printed.partition("configuration:")[2])["trainer"])
+    pasted = tmp_path / "settings.yaml"
+    pasted.write_text(printed.partition("configuration:")[2])
+    assert "is safe for this model" in run("preflight", "--config", str(pasted))
+    config["trainer"].update(yaml.safe_load(pasted.read_text())["trainer"])
     assert "is safe for this model" in run("preflight")
     config["trainer"].update(enable_checkpointing=False, enable_progress_bar=False)
     run("fit")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["as_written", "class_names", "find_modules", "select_modules"]
+__all__ = ["as_written", "class_names", "find_modules", "select_modules", "select_norms"]
 
 # Layers with statistics, and with weights near 1 whose updates half precision would round away.
 _NORM_TYPES = (
@@ -29,9 +29,9 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     """Return the modules selected by `names`, including their submodules, by dotted path.
 
-    A name is "norm" (all normalization layers, possibly none), the name of a class or base class
-    ("LayerNorm", "MyBlock"), or a dotted path relative to `root`. An unknown name raises
-    `ValueError`. A shared module is returned under its first path.
+    A name is "norm" (all normalization layers, possibly none, and a submodule `norm`), the name of
+    a class or base class ("LayerNorm", "MyBlock"), or a dotted path relative to `root`. An unknown
+    name raises `ValueError`. A shared module is returned under its first path.
     """
     chosen = {
         inner for name in names for module in find_modules(root, name) for inner in module.modules()
@@ -39,10 +39,17 @@ def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
     return {path: module for path, module in root.named_modules() if module in chosen}
 
 
+def select_norms(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the normalization layers, including their submodules, by dotted path."""
+    chosen = {inner for norm in root.modules() if _is_norm(norm) for inner in norm.modules()}
+    return {path: module for path, module in root.named_modules() if module in chosen}
+
+
 def find_modules(root: nn.Module, name: str) -> list[nn.Module]:
     """Return the modules selected by one name, without their submodules."""
     if name == "norm":
-        return [module for module in root.modules() if _is_norm(module)]
+        named = [module for path, module in root.named_children() if path == "norm"]
+        return [*named, *(module for module in root.modules() if _is_norm(module))]
     found = [module for module in root.modules() if name in class_names(module)]
     # With duplicates, because a shared module may be named by any of its paths.
     paths = [(as_written(path), m) for path, m in root.named_modules(remove_duplicate=False)]
