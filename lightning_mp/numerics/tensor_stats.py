@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_stats import row_stats
@@ -48,7 +48,7 @@ class NonFinite(NamedTuple):
 def local_shard(tensor: Any) -> Tensor:
     """Return this rank's shard of a DTensor; return other tensors unchanged."""
     # Check the type first: `hasattr` on a plain tensor raises and catches an AttributeError.
-    is_plain = type(tensor) is Tensor or not hasattr(tensor, "to_local")
+    is_plain = type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "to_local")
     local: Tensor = tensor if is_plain else tensor.to_local()
     return local
 

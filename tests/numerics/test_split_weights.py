@@ -225,3 +225,16 @@ def test_batched_tensors_are_bitwise_equal_to_single_ones(half: torch.dtype) -> 
             assert one.shape == other.shape
             assert torch.equal(one.view(torch.int16), other.view(torch.int16))
         assert torch.equal(value.view(torch.int32), join_weight(*expected).view(torch.int32))
+
+
+@half_dtypes
+def test_views_of_one_vector_are_split_like_single_tensors_in_any_order(half: torch.dtype) -> None:
+    vector = torch.randn(24)
+    before = vector.clone()
+    views = [vector[:6].view(2, 3), vector[6:16], vector[16:]]
+    for masters in (views, views[::-1], views[::2], [views[0], views[1].clone(), views[2]]):
+        for found, master in zip(split_weights(masters, half), masters, strict=True):
+            for one, other in zip(found, split_weight(master, half), strict=True):
+                assert one.shape == other.shape
+                assert torch.equal(one, other)
+    assert torch.equal(vector, before)

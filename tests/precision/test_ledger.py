@@ -95,7 +95,7 @@ def test_run_without_such_writes_does_not_warn(
 
     for make in (lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: SafeAdamW(p, lr=0.01)):
         fit(Saves(make_optimizer=make), make_plugin(), loader(4), max_epochs=2)
-    assert not [w for w in recwarn if "wrote into" in str(w.message)]
+    assert not [w for w in recwarn if "wrote to" in str(w.message)]
 
 
 def test_fp32_data_assigned_to_a_half_weight_keeps_all_bits() -> None:

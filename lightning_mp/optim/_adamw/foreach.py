@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.floats import state_dtype
-from lightning_mp.numerics.split_weights import join_weight, round_stochastically, split_weights
+from lightning_mp.numerics.split_weights import join_weights, round_stochastically, split_weights
 from lightning_mp.numerics.tensor_stats import local_shard
 
 __all__ = [
@@ -172,7 +172,7 @@ def _working_copies(
 ) -> list[Tensor]:
     """Return fp32 weights to compute with; full weights are copied only with `found_inf`."""
     if residuals:
-        return [join_weight(p, rest) for p, rest in zip(params, residuals, strict=True)]
+        return join_weights(params, residuals)
     if params[0].dtype != dtype:
         return [p.to(dtype) for p in params]
     return params if skip is None else [p.clone() for p in params]

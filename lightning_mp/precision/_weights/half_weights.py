@@ -46,7 +46,8 @@ class HalfWeights:
         self.write_back = write_back
         self.writes = 0  # seeds stochastic rounding, so that ranks and resumed runs agree
         self._ledger = Ledger() if ledger is None else ledger
-        self._stand_ins: list[tuple[nn.Parameter, Tensor]] = []  # during the step of an optimizer
+        # Weights, residuals and stand-ins, during the step of an optimizer.
+        self._stand_ins: list[tuple[nn.Parameter, Tensor | None, Tensor]] = []
         # The fp32 tensors that `state_dict` returned since the last step, and their versions.
         self._lent: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._written: set[nn.Parameter] = set()
@@ -278,7 +279,7 @@ class HalfWeights:
         else:
             self._swap_in(optimizer)
         try:
-            for parameter, stand_in in self._stand_ins:
+            for parameter, _, stand_in in self._stand_ins:
                 if parameter.grad is not None:
                     stand_in.grad = parameter.grad.float()
             yield
@@ -306,14 +307,13 @@ class HalfWeights:
     def _round(self, optimizer: Optimizer) -> None:
         """Split the values of the stand-ins into weights and residuals."""
         places = {id(each): index for index, each in enumerate(parameters_of(optimizer))}
-        kept: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, residual, value
-        for parameter, stand_in in self._stand_ins:
-            residual = self._residual_of(parameter)
+        kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        for parameter, residual, stand_in in self._stand_ins:
             if residual is not None:
-                kept.append((parameter, residual, stand_in.detach()))
+                kept.append((parameter, residual, stand_in))
             else:
                 seed = mix_seed(self.writes, places[id(stand_in)])
-                round_weights([parameter], [], [stand_in.detach()], self.write_back, seed)
+                round_weights([parameter], [], [stand_in], self.write_back, seed)
         if kept:
             weights, residuals, values = map(list, zip(*kept, strict=True))
             round_weights(weights, residuals, values, self.write_back, 0)
@@ -332,14 +332,14 @@ class HalfWeights:
         pairs = [(p, rest) for p, rest in halves if rest is not None]
         joined = iter(join_weights([p for p, _ in pairs], [rest for _, rest in pairs]))
         self._stand_ins = [
-            (p, (p.float() if rest is None else next(joined)).requires_grad_())
+            (p, rest, (p.float() if rest is None else next(joined)).requires_grad_())
             for p, rest in halves
         ]
-        _replace(optimizer, self._stand_ins)
+        _replace(optimizer, [(p, stand_in) for p, _, stand_in in self._stand_ins])
 
     def _swap_out(self, optimizer: Optimizer) -> None:
         stand_ins, self._stand_ins = self._stand_ins, []
-        _replace(optimizer, [(stand_in, parameter) for parameter, stand_in in stand_ins])
+        _replace(optimizer, [(stand_in, parameter) for parameter, _, stand_in in stand_ins])
 
 
 def _replace(optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
