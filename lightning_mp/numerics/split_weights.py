@@ -117,7 +117,7 @@ def _batched(
 
 def _flattened(tensors: Sequence[Tensor]) -> Tensor:
     """Return contiguous tensors as one vector, without a copy if they are adjacent in memory."""
-    # The results of `_together` for a group are such views of one vector.
+    # The results of `_batched` for a group are such views of one vector.
     first, end = tensors[0], tensors[0].data_ptr()
     is_adjacent = tensors[-1].untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
     for tensor in tensors:
