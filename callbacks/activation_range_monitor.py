@@ -127,15 +127,11 @@ class ActivationRangeMonitor(SamplingMonitor):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.is_due(step_of(trainer)):
-            self._sampler.start()
-
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._sampler.pause()
+            self._sampler.start(self.recorder.hooks)
 
     @override
     def observe(self, step: TrainingStep) -> Tensor | None:
-        sampled = self._sampler.stop()
+        sampled = self._sampler.take()
         if sampled is None:
             return None
         keys, table = sampled
@@ -163,11 +159,6 @@ class ActivationRangeMonitor(SamplingMonitor):
             for name, count in zip(clamp.names, counts.to(wide), strict=True):
                 state[OutputKey(name, "clamped", wide)] = count
         return state
-
-    @override
-    def on_exception(self, *_: Any) -> None:
-        # Otherwise hooks would stay on the model.
-        self._sampler.stop()
 
     @override
     def judge(self, sample: Sample) -> list[Verdict]:

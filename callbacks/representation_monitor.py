@@ -5,7 +5,6 @@ Legend: N samples, L tokens, D width of features, P projections.
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -89,7 +88,6 @@ class RepresentationMonitor(SamplingMonitor):
         self._losses: dict[str, nn.Module] = {}
         self._towers: dict[str, nn.Module] = {}
         self._until = -1  # last step of additional samples
-        self._hooks = ExitStack()
         self._rows: dict[tuple[str, str], Tensor] = {}  # by kind and name
         self._locked: set[str] = set()  # features whose tower is frozen on purpose
         self._has_frozen = False  # whether the model has frozen parameters
@@ -107,6 +105,7 @@ class RepresentationMonitor(SamplingMonitor):
             chosen = {m for name in self.modules for m in find_modules(pl_module, name)}
             towers = {name: module for name, module in eager.items() if module in chosen}
         self._losses, self._towers = losses, towers
+        self._rows.clear()
         self._has_frozen = not all(p.requires_grad for p in pl_module.parameters())
         self._locked = {
             name
@@ -122,33 +121,18 @@ class RepresentationMonitor(SamplingMonitor):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._hooks.close()
         if self.is_due(step_of(trainer)):
             for name, loss in self._losses.items():
-                hook = partial(self._add_call, name)
-                handle = loss.register_forward_pre_hook(hook, with_kwargs=True)
-                self._hooks.enter_context(handle)
+                self.recorder.hooks.on_input(loss, partial(self._add_call, name))
             for name, tower in self._towers.items():
-                hook = partial(self._add_output, name)
-                self._hooks.enter_context(tower.register_forward_hook(hook))
+                self.recorder.hooks.on_output(tower, partial(self._add_output, name))
 
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._hooks.close()
-
-    @override
-    def on_exception(self, *_: Any) -> None:
-        self._hooks.close()
-        self._rows.clear()
-
-    def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+    def _add_output(self, name: str, output: Any) -> None:
         found = next((t for t in tensors_in(output) if t.is_floating_point() and t.ndim > 1), None)
         if found is not None:
             self._add(name, found)
 
-    def _add_call(
-        self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _add_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip((*_FEATURES, "logit_scale"), args, strict=False)) | kwargs
         received = [given.get(each) for each in _FEATURES]
         tensors = [x for x in received if isinstance(x, Tensor) and x.ndim == 2 and len(x)]

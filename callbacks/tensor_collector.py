@@ -4,7 +4,6 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -118,8 +117,7 @@ class TensorCollector(SamplingMonitor):
         self._failures = Failures(usage)
         self._names: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
-        self._hooks = ExitStack()
-        self._outputs: dict[str, list[Tensor]] = {}  # rows by module; empty without hooks
+        self._outputs: dict[str, list[Tensor]] = {}  # rows by module, of a sampled step
         self._rows: dict[str, Tensor] = {}
 
     # --- selection -------------------------------------------------------------------------------
@@ -137,7 +135,7 @@ class TensorCollector(SamplingMonitor):
         if step_of(trainer) == 0:  # not resumed
             self._earlier = None
         self._rows.clear()
-        self._unhook()
+        self._outputs.clear()
         modules = {as_written(path): module for path, module in eager_modules(pl_module) if path}
         parameters = parameter_names(pl_module)
         # A pattern without a match raises an error.
@@ -167,19 +165,13 @@ class TensorCollector(SamplingMonitor):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if "outputs" in self.collect and self.is_due(step_of(trainer)) and not self._outputs:
+        if "outputs" in self.collect and self.is_due(step_of(trainer)):
             for name, module in self._modules.items():
-                self._outputs[name] = []
-                hook = module.register_forward_hook(partial(self._add_output, name))
-                self._hooks.enter_context(hook)
+                self._outputs.setdefault(name, [])
+                self.recorder.hooks.on_output(module, partial(self._add_output, name))
 
-    def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        rows = [self._row(t) for t in tensors_in(output) if t.dtype in VALUE_DTYPES]
-        self._outputs[name] += rows
-
-    def _unhook(self) -> None:
-        self._hooks.close()
-        self._outputs.clear()
+    def _add_output(self, name: str, output: Any) -> None:
+        self._outputs[name] += [self._row(t) for t in tensors_in(output) if t.dtype in VALUE_DTYPES]
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
@@ -223,7 +215,7 @@ class TensorCollector(SamplingMonitor):
             parts = [part.to(home, non_blocking=True) for part in seen]
             parts = parts or [self._row(torch.empty(0, device=home))]
             self._rows[f"outputs/{name}"] = merge_moments(torch.stack(parts))
-        self._unhook()
+        self._outputs.clear()
         rows, self._rows = self._rows, {}
         if not rows:
             return None
@@ -231,10 +223,6 @@ class TensorCollector(SamplingMonitor):
         return step.gather(table_NK, keys=list(rows))
 
     # --- files -----------------------------------------------------------------------------------
-
-    @override
-    def on_exception(self, *_: Any) -> None:
-        self._unhook()
 
     @override
     def judge(self, sample: Sample) -> list[Verdict]:

@@ -102,7 +102,7 @@ class Trace:
         self._rows: list[Tensor] = []  # statistics of `_seen`, on the device
         self._clock = 0
         self._open: dict[nn.Module, list[TracedCall]] = defaultdict(list)
-        self._hooks = ExitStack()
+        self._hooks = ExitStack()  # not the recorder's, because a replay is over within one call
 
     def __enter__(self) -> "Trace":
         for path, module in self.root.named_modules():

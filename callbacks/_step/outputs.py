@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.callbacks._step.batches import tensors_in
-from lightning_mp.callbacks._step.functions import FunctionMode
+from lightning_mp.callbacks._step.hooks import Hooks
 from lightning_mp.callbacks._step.sampling import merge_rows, pack_stats
 from lightning_mp.numerics.floats import VALUE_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import StatField
@@ -39,46 +38,37 @@ class OutputSampler:
     norms: Mapping[str, nn.Module] = field(default_factory=dict)
     callers: Mapping[str, nn.Module] = field(default_factory=dict)  # that may call attention
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
-    _hooks: ExitStack = field(default_factory=ExitStack, init=False)
+    _hooks: Hooks = field(default_factory=Hooks, init=False)  # of the recorder
     _rows: dict[OutputKey, list[Tensor]] = field(default_factory=dict, init=False)
-    is_running: bool = field(default=False, init=False)  # whether hooks are registered
 
-    def start(self) -> None:
+    def start(self, hooks: Hooks) -> None:
         """Register the hooks; rows of earlier batches of the step are kept."""
-        self.pause()
-        self.is_running = bool(self.modules or self.norms)
+        self._hooks = hooks
         for name, module in self.modules.items():
-            hook = module.register_forward_hook(partial(self._add_output, name))
-            self._hooks.enter_context(hook)
+            hooks.on_output(module, partial(self._add_output, name))
         for name, module in self.norms.items():  # before a precision plugin casts the input
-            add = partial(self._add_norm_input, name)
-            self._hooks.enter_context(module.register_forward_pre_hook(add, prepend=True))
-        if self.callers and self.is_running:
-            self._hooks.enter_context(FunctionMode(self.callers, self._add_function))
+            hooks.on_input(module, partial(self._add_norm_input, name), is_first=True)
+        if self.callers and (self.modules or self.norms):
+            hooks.on_functions(self.callers, self._add_function)
 
-    def pause(self) -> None:
-        self._hooks.close()
-        self.is_running = False
-
-    def stop(self) -> tuple[list[OutputKey], Tensor] | None:
-        """Remove the hooks and return the rows of `pack_stats`; `None` if there are none."""
-        self.pause()
+    def take(self) -> tuple[list[OutputKey], Tensor] | None:
+        """Return the rows of `pack_stats` since the last call; `None` if there are none."""
         self._calls.clear()
         rows, self._rows = self._rows, {}
         if not rows:
             return None
         return list(rows), torch.stack([merge_rows(torch.cat(each)) for each in rows.values()])
 
-    def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+    def _add_output(self, name: str, output: Any) -> None:
         for tensor in self._add(name, "activation", output):
             if self.backward and tensor.requires_grad:
-                tensor.register_hook(partial(self._add_gradient, name))
+                self._hooks.on_gradient(tensor, partial(self._add_gradient, name))
 
     def _add_gradient(self, name: str, gradient: Tensor) -> None:
         self._add(name, "output_gradient", gradient)
 
-    def _add_norm_input(self, name: str, _: nn.Module, inputs: Any) -> None:
-        self._add(name, "norm_input", inputs[:1])
+    def _add_norm_input(self, name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        self._add(name, "norm_input", args[:1])
 
     def _add_function(self, name: str, values: Mapping[str, Tensor]) -> None:
         for kind, value in values.items():
@@ -104,8 +94,7 @@ class OutputSampler:
         tensors = [t for t in tensors_in(value) if t.dtype in VALUE_DTYPES and t.numel()]
         if kind != "output_gradient":  # only measured calls have gradient hooks
             self._calls[name, kind] += bool(tensors)
-        # After the sampled step, there may be another backward of a retained graph.
-        if not self.is_running or self._calls[name, kind] > self.max_calls:
+        if self._calls[name, kind] > self.max_calls:
             return []
         # `pack_stats` calls about 200 functions; none of them must reach the mode.
         with torch._C.DisableTorchFunction():

@@ -4,7 +4,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_mp.callbacks._rules.records import Alarm, Sample, StepFacts
 from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
+from lightning_mp.callbacks._step.hooks import Hooks
 from lightning_mp.callbacks._step.training_state import (
     Moment,
     TrainingStep,
@@ -55,18 +56,19 @@ class FactsRecorder(pl.Callback):
 
     It calls `observe` of the monitors before each optimizer step, or at the end of the batch. One
     copy brings their tensors and the facts of the step to the host; one or two steps later, it
-    calls `judge`.
+    calls `judge`. It holds the hooks of all monitors.
     """
 
     def __init__(self) -> None:
         self.highest_rates: dict[int, float] = {}  # by optimizer; monitors save it in checkpoints
         self._names: dict[int, str] = {}
-        self._hooks = ExitStack()
+        self.hooks = Hooks()  # until the end of the batch
+        self.step_hooks = Hooks()  # until the end of training
         self._readback = AsyncReadback()
         self._reset()
 
     def _reset(self) -> None:
-        self._hooks.close()
+        self._remove_hooks()
         with suppress(RuntimeError):  # the device may have failed
             self._readback.drain()
         self.trainer: Any = None  # while training
@@ -144,10 +146,11 @@ class FactsRecorder(pl.Callback):
             self.batches = BatchKeeper(trainer)
         if isinstance(scaler_of(trainer), torch.amp.GradScaler):
             for each in trainer.optimizers:
-                self._hooks.enter_context(each.register_step_pre_hook(self._called))
+                self.step_hooks.on_step(each, self._called)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, _: Any, batch: Any, batch_idx: int) -> None:
+        self.hooks.remove()  # if a callback has skipped the rest of an epoch
         self.now = facts_of(trainer, batch_idx)
         if self.batches is not None:
             oldest = 0 if self.newest is None else self.newest.step - _LATE
@@ -202,6 +205,7 @@ class FactsRecorder(pl.Callback):
     @override
     @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, *__: Any) -> None:
+        self.hooks.remove()
         loss = loss_in(outputs)
         if self._pending and not self._pending[-1].has_loss and loss is not None:
             # In manual optimization, a backward may bypass Lightning.
@@ -218,6 +222,7 @@ class FactsRecorder(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._remove_hooks()
         # A device that has failed returns nothing.
         with without_raising(self), suppress(RuntimeError):
             self.finish()
@@ -229,6 +234,10 @@ class FactsRecorder(pl.Callback):
         trainer.callbacks = [c for c in callbacks if c is not self]  # type: ignore[attr-defined]
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _remove_hooks(self) -> None:
+        self.hooks.remove()
+        self.step_hooks.remove()
 
     def _observe(self, moment: Moment) -> None:
         step = self.step

@@ -1,13 +1,12 @@
 """Skips an optimizer step if a flag on the device is set."""
 
-from contextlib import ExitStack
-
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lightning_mp.callbacks._step.recorder import recorder_of
 from lightning_mp.callbacks._step.training_state import is_fused, scaler_of
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.optim.safe_adamw import SafeAdamW
@@ -23,7 +22,6 @@ class StepSkipper:
     def __init__(self) -> None:
         self._flags: dict[Optimizer, Tensor] = {}
         self._seen: set[Optimizer] = set()  # optimizers with hooks or a warning
-        self._hooks = ExitStack()
         self._held = False
 
     def attach(self, trainer: pl.Trainer) -> None:
@@ -48,8 +46,7 @@ class StepSkipper:
         elif self._takes_found_inf(optimizer):
             if optimizer not in self._seen:
                 self._seen.add(optimizer)
-                self._hooks.enter_context(optimizer.register_step_pre_hook(self._merge))
-                self._hooks.enter_context(optimizer.register_step_post_hook(self._clear))
+                recorder_of(trainer).step_hooks.on_step(optimizer, self._merge, self._clear)
             self._flags[optimizer] = flag
             scaler = scaler_of(trainer)
             # A `GradScaler` sets `found_inf` just before the step; a hook merges the two.
@@ -97,6 +94,5 @@ class StepSkipper:
             del optimizer.found_inf  # type: ignore[attr-defined]
 
     def detach(self) -> None:
-        self._hooks.close()
         self._seen.clear()
         self._flags.clear()

@@ -11,6 +11,7 @@ from torch.optim import SGD
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
 from lightning_mp.callbacks import ActivationRangeMonitor
 from lightning_mp.callbacks._step.batches import tensors_in
+from lightning_mp.callbacks._step.hooks import Hooks
 from lightning_mp.callbacks._step.outputs import OutputSampler
 from lightning_mp.numerics.tensor_stats import StatField
 from tests.callbacks.models import Watched, first, kinds, perceptron, watch
@@ -137,11 +138,13 @@ def test_outputs_in_any_container_are_measured(wrap: Any) -> None:
 
     module, x = Wrapping(), torch.tensor([1.0, -8.0, 0.0])
     sampler = OutputSampler(modules={"m": module}, backward=False, max_calls=2)
-    sampler.start()
+    hooks = Hooks()
+    sampler.start(hooks)
     module(x)
     module(x * 2)
     module(x * 4)  # beyond `max_calls`
-    sampled = sampler.stop()
+    sampled = sampler.take()
+    hooks.remove()
     assert sampled is not None
     keys, table = sampled
     assert [(key.name, key.kind, key.dtype) for key in keys] == [("m", "activation", torch.float32)]
@@ -149,7 +152,7 @@ def test_outputs_in_any_container_are_measured(wrap: Any) -> None:
     assert table[0, StatField.ZEROS] == 2
     assert table[0, -1] == 6  # values
     module(x)
-    assert sampler.stop() is None
+    assert sampler.take() is None
     assert [t.shape for t in tensors_in(wrap(x))][-1] == (3,)
 
 

@@ -1,13 +1,21 @@
 """A monitor observes a step on the device and judges it on the host with the facts of the step."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.callbacks import AdamStateMonitor, InstabilityMonitor, SpikeGuard
+from lightning_mp.callbacks import (
+    ActivationRangeMonitor,
+    AdamStateMonitor,
+    InstabilityMonitor,
+    RepresentationMonitor,
+    SpikeGuard,
+    TensorCollector,
+)
 from lightning_mp.callbacks._rules.records import Learning, Sample, Verdict
 from lightning_mp.callbacks._step.training_state import TrainingStep
 from lightning_mp.numerics.async_readback import AsyncReadback
@@ -64,6 +72,40 @@ def test_pending_samples_are_judged_when_training_ends_or_fails(monkeypatch: Any
     with pytest.raises(RuntimeError, match="no memory"):
         watch(Watched(steps=6, sabotage=fail), [failed])
     assert [step for step, *_ in ended.seen] == [step for step, *_ in failed.seen] == [0, 2, 4]
+
+
+def test_no_hook_survives_a_failure_or_the_batch_of_a_retained_graph(tmp_path: Path) -> None:
+    def of_all(module: Any) -> list[Any]:
+        parts = [*module.modules(), *module.trainer.optimizers]
+        return [v for part in parts for k, v in vars(part).items() if k.endswith("_hooks") and v]
+
+    class Retaining(Watched):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 2:
+                assert of_all(self)  # the hooks of a sampled step
+                raise RuntimeError("no memory")
+            loss = super().training_step(batch, batch_idx)
+            self.last = (self.network[0].weight * 1.0).sum() + loss  # type: ignore[operator]
+            return loss
+
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            loss.backward(retain_graph=True)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            before = len(ranges.recorder._pending), ranges.samples
+            self.last.backward()
+            assert ranges._sampler.take() is None  # its gradients arrive after the sampled step
+            assert (len(ranges.recorder._pending), ranges.samples) == before
+
+    ranges = ActivationRangeMonitor(backward=True, every_n_steps=1)
+    outputs = TensorCollector(collect=["outputs"], every_n_steps=1, dirpath=str(tmp_path / "t"))
+    guard = SpikeGuard(action="skip", judge_after_steps=2)
+    features = RepresentationMonitor(modules=["network"], every_n_steps=1)
+    model = Retaining(steps=4, make_optimizer=lambda p: torch.optim.AdamW(p, fused=True))
+    with pytest.raises(RuntimeError, match="no memory"):
+        watch(model, [ranges, outputs, guard, features])
+    assert guard._skipper._seen  # it has registered hooks on the optimizer
+    assert not of_all(model)
 
 
 @dataclass(eq=False)
