@@ -23,7 +23,6 @@ __all__ = ["error_of", "module_errors", "relative"]
 
 _ROUNDING = 0.01  # largest relative change of a gradient when rows change their order
 _NEGLIGIBLE = 1e-5  # size of a gradient, relative to the median over parameters
-_SMALLEST = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126}  # normal numbers
 
 
 def module_errors(runs: Runs) -> tuple[Preflight, Run, dict[str, float]]:
@@ -47,14 +46,9 @@ def module_errors(runs: Runs) -> tuple[Preflight, Run, dict[str, float]]:
             notes.append(f"`{path}` could not run alone: {reason}")
     ratio, worst = error_of(whole, half, noise)
     assert runs.half is not None
+    losses, stagnant = (whole.loss, half.loss), _stagnant(runs)
     found = Preflight(
-        runs.half,
-        (whole.loss, half.loss),
-        ratio,
-        worst,
-        ranked(modules),
-        stagnant=_stagnant(runs),
-        notes=tuple(notes[:3]),
+        runs.half, losses, ratio, worst, ranked(modules), stagnant=stagnant, notes=tuple(notes[:3])
     )
     return found, whole, noise
 
@@ -111,19 +105,18 @@ def _module_error(runs: Runs, path: str, kind: str, whole: Run, half: Run) -> Mo
     rounded, *gradients = runs.alone(path, call, cotangent, half=True)
     of_both = zip(gradients, exact_gradients, strict=True)
     pairs = [(g, e) for g, e in of_both if e.numel() and g.shape == e.shape]
-    smallest = _SMALLEST.get(runs.half or torch.float16, 0.0)
+    # All gradients together, because one gradient may be 0 except for rounding.
+    together = [torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True)]
+    lost = [float(((g == 0) & (e != 0)).float().mean()) for g, e in pairs]
+    handed, true = half.calls[path].output.float(), whole.calls[path].output.float()
     return ModuleError(
         path,
         kind,
-        relative(rounded, exact),
-        # All gradients together, because one gradient may be 0 except for rounding.
-        relative(*(torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True)))
-        if pairs
-        else 0.0,
-        relative(half.calls[path].output.float(), whole.calls[path].output.float()),
-        float(whole.calls[path].output.float().abs().max()) if exact.numel() else 0.0,
-        max((_share((g == 0) & (e != 0)) for g, e in pairs), default=0.0),
-        max((_share((g != 0) & (g.abs() < smallest)) for g, _ in pairs), default=0.0),
+        output=relative(rounded, exact),
+        gradient=relative(*together) if pairs else 0.0,
+        handed=relative(handed, true),
+        largest=float(true.abs().max()) if exact.numel() else 0.0,
+        underflow=max(lost, default=0.0),
     )
 
 
@@ -158,7 +151,3 @@ def relative(value: Tensor, exact: Tensor) -> float:
     difference = float((value.double() - exact.double()).square().mean().sqrt())
     norm = float(exact.double().square().mean().sqrt())
     return difference / norm if norm > 0 and math.isfinite(norm) else difference
-
-
-def _share(mask: Tensor) -> float:
-    return float(mask.float().mean())

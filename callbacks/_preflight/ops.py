@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,19 +20,14 @@ __all__ = ["Fp32Work", "RoundingOps"]
 
 
 class RoundingOps(TorchFunctionMode):
-    """Collects the ops that return another value in half precision than in fp32.
-
-    Args:
-        half: The half-precision dtype.
-        device_type: Device type of the model.
-    """
+    """Collects the ops that return another value in half precision than in fp32."""
 
     def __init__(self, half: torch.dtype, device_type: str) -> None:
         super().__init__()
         self._half, self._device_type = half, device_type
         self._running = [""]
+        # Paths of the modules that call each op; "" is `training_step` itself.
         self.callers: dict[str, tuple[str, ...]] = {}
-        """Paths of the modules that call each op; "" is `training_step` itself."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -58,17 +53,19 @@ class RoundingOps(TorchFunctionMode):
     @contextmanager
     def following(self, modules: Iterator[tuple[str, nn.Module]]) -> Iterator[None]:
         """Track which of these modules is running, within the context."""
+
+        def leave(*_: Any) -> None:
+            self._running.pop()
+
         with ExitStack() as stack:
             for path, module in modules:
-                enter = module.register_forward_pre_hook(
-                    lambda *_, path=path: self._running.append(path), prepend=True
-                )
-                leave = module.register_forward_hook(
-                    lambda *_: (self._running.pop(), None)[1], always_call=True
-                )
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
+                enter = partial(self._enter, path)
+                stack.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+                stack.enter_context(module.register_forward_hook(leave, always_call=True))
             yield
+
+    def _enter(self, path: str, *_: Any) -> None:
+        self._running.append(path)
 
 
 @lru_cache(maxsize=4096)

@@ -76,23 +76,12 @@ $rows
 
 
 def preflight_page(found: Preflight, title: str, verdict: str, settings: str) -> str:
-    """Return a self-contained page of HTML without scripts.
-
-    Args:
-        found: The result.
-        title: Name of the model.
-        verdict: The result in words.
-        settings: The YAML of the remedy, or an empty string.
-    """
-    half = "fp16" if found.half == torch.float16 else "bf16"
-    rows = "\n".join(
-        f"<tr>{_table_row('td', cells_of(found, each))}</tr>" for each in found.modules
-    )
-    mends = (
-        f"<section><h2>Settings</h2>\n{_comparison(found)}<pre>{escape(settings)}</pre></section>"
-        if settings
-        else ""
-    )
+    """Return a self-contained page of HTML without scripts; `settings` is YAML or empty."""
+    rows = [f"<tr>{_table_row('td', cells_of(found, each))}</tr>" for each in found.modules]
+    mends = ""
+    if settings:
+        shown = f"{_comparison(found)}<pre>{escape(settings)}</pre>"
+        mends = f"<section><h2>Settings</h2>\n{shown}</section>"
     whole, rounded = found.losses
     return _PAGE.substitute(
         title=escape(title),
@@ -100,12 +89,12 @@ def preflight_page(found: Preflight, title: str, verdict: str, settings: str) ->
         level="fine" if found.is_clean else "error",
         verdict=marked_up(verdict),
         settings=mends,
-        half=half,
+        half="fp16" if found.half == torch.float16 else "bf16",
         unit=f"{_ROUNDING[found.half]:.1e}",
         after="" if found.mended is None else ", and a square is this error with the settings",
         picture=_picture(found),
         head=_table_row("th", head_of(found)),
-        rows=rows,
+        rows="\n".join(rows),
         whole=f"{whole:.6g}",
         rounded=f"{rounded:.6g}",
     )

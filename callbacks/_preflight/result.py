@@ -9,30 +9,19 @@ import torch
 
 __all__ = ["MATTERS", "STAGNANT", "ModuleError", "Preflight", "Remedy", "ranked"]
 
-MATTERS = 0.05
-"""Smallest error that matters, as a share of the gradient noise."""
-
-STAGNANT = 0.2
-"""Smallest share of stagnant weights that matters."""
+MATTERS = 0.05  # smallest error that matters, as a share of the gradient noise
+STAGNANT = 0.2  # smallest share of stagnant weights that matters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """Settings of a precision plugin that fix the errors of half precision.
-
-    Args:
-        fp32_modules: Modules to compute in fp32, in addition to those of the plugin.
-        fp32_ops: Ops to compute in fp32, in addition to those of the plugin.
-        inf_clamp: Modules whose fp16 outputs are clamped, in addition to those of the plugin.
-        loss_scale: Initial loss scale.
-        half: `BalancedAMP` with this dtype in place of the plugin of the run.
-    """
+    """Settings that fix the errors of half precision, in addition to those of the plugin."""
 
     fp32_modules: tuple[str, ...] = ()
     fp32_ops: tuple[str, ...] = ()
-    inf_clamp: tuple[str, ...] = ()
-    loss_scale: float | None = None
-    half: torch.dtype | None = None
+    inf_clamp: tuple[str, ...] = ()  # modules
+    loss_scale: float | None = None  # the initial one
+    half: torch.dtype | None = None  # dtype of a `BalancedAMP` in place of the plugin
 
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
@@ -65,32 +54,17 @@ class Remedy:
 
 @dataclass(frozen=True)
 class ModuleError:
-    """Errors of one module in half precision.
-
-    Args:
-        path: Path of the module.
-        kind: Class of the module.
-        output: Relative error of the module's output when it runs alone on the inputs of the half
-            run.
-        gradient: Relative error of its gradients for inputs and parameters when it runs alone.
-        handed: Relative error of its output in the whole run, including the errors of its inputs.
-        largest: Largest magnitude of its output in fp32.
-        underflow: Largest share of zeros in a gradient that are not zero in fp32.
-        subnormal: Largest share of subnormal values in a gradient, at the loss scale.
-        order: Position of the module in the model.
-        mended: Like `handed`, in the run with the remedy; `None` if there was none.
-    """
+    """Relative errors of one module in half precision."""
 
     path: str
-    kind: str
-    output: float
-    gradient: float
-    handed: float
-    largest: float
-    underflow: float
-    subnormal: float
-    order: int = 0
-    mended: float | None = None
+    kind: str  # class of the module
+    output: float  # of its output when it runs alone on the inputs of the half run
+    gradient: float  # of its gradients for inputs and parameters when it runs alone
+    handed: float  # of its output in the whole run, including the errors of its inputs
+    largest: float  # largest magnitude of its output in fp32
+    underflow: float  # largest share of zeros in a gradient that are not zero in fp32
+    order: int = 0  # position of the module in the model
+    mended: float | None = None  # like `handed`, in the run with the remedy, if there is one
 
     @property
     def own(self) -> float:
@@ -100,34 +74,22 @@ class ModuleError:
 
 @dataclass(frozen=True)
 class Preflight:
-    """Result of the steps compared so far.
-
-    Args:
-        half: The half-precision dtype.
-        losses: Loss in fp32, and in half precision.
-        ratio: Largest error of a parameter's gradient, relative to its noise.
-        worst: Name of that parameter.
-        modules: Errors by module, the largest first.
-        remedy: The settings with the smallest ratio that was found.
-        mended: The ratio with `remedy`, the worst of the steps that needed it; `None` without one.
-        by_scale: The ratio at other loss scales, the worst of the steps that tried them.
-        callers: For each op of the remedy, the modules that call it in half precision.
-        stagnant: Share of half weights that an update of the size of the learning rate leaves
-            unchanged.
-        notes: Sentences about modules that could not be measured.
-    """
+    """Result of the steps compared so far."""
 
     half: torch.dtype
-    losses: tuple[float, float]
-    ratio: float
-    worst: str
-    modules: tuple[ModuleError, ...]
+    losses: tuple[float, float]  # in fp32 and in half precision
+    ratio: float  # largest error of a parameter's gradient, relative to its noise
+    worst: str  # name of that parameter
+    modules: tuple[ModuleError, ...]  # the largest error first
     remedy: Remedy = field(default_factory=Remedy)
+    # The ratio with the remedy, and at other loss scales: the worst of the steps that tried them.
     mended: float | None = None
     by_scale: Mapping[float, float] = field(default_factory=dict)
+    # For each op of the remedy, the modules that call it in half precision.
     callers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Share of half weights that an update of the size of the learning rate leaves unchanged.
     stagnant: float = 0.0
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences about modules that could not be measured
 
     @property
     def is_clean(self) -> bool:

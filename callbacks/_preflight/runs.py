@@ -36,17 +36,11 @@ _DEFAULT_SCALE = LossScaleConfig.parse("dynamic", torch.float16).init_scale or 1
 
 
 class ModuleCall(NamedTuple):
-    """The first call of a module in a run.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        output: First floating-point tensor that the module returned.
-    """
+    """The first call of a module in a run."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Tensor
+    output: Tensor  # first floating-point tensor that the module returned
 
     def rounded_like(self, other: "ModuleCall") -> "ModuleCall":
         """Return the call with inputs rounded to the dtypes of another call, and within range."""
@@ -64,29 +58,16 @@ class ModuleCall(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Results of one run of a training step.
+    """Results of one run of a training step."""
 
-    Args:
-        loss: Unscaled loss.
-        gradients: Unscaled gradients of the trained parameters, by name, in fp32.
-        calls: The first call of each module, by path, if they were recorded.
-        cotangents: Scaled gradients of the outputs of these calls.
-    """
-
-    loss: float
-    gradients: dict[str, Tensor]
-    calls: dict[str, ModuleCall]
-    cotangents: dict[str, Tensor]
+    loss: float  # unscaled
+    gradients: dict[str, Tensor]  # of the trained parameters by name, unscaled, in fp32
+    calls: dict[str, ModuleCall]  # the first call of each module by path, if recorded
+    cotangents: dict[str, Tensor]  # scaled gradients of the outputs of these calls
 
 
 class Runs:
-    """Runs the training step of a Trainer.
-
-    Args:
-        trainer: The Trainer.
-        batch: The batch that `training_step` gets.
-        batch_idx: Index of the batch in the epoch.
-    """
+    """Runs the training step of a Trainer on one batch."""
 
     def __init__(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         self.trainer, self.module = trainer, trainer.lightning_module
@@ -97,8 +78,7 @@ class Runs:
         trained = (p for p in self.module.parameters() if p.requires_grad)
         self.is_true_half = any(p.dtype in HALF_DTYPES for p in trained)
         self.half = self._half()
-        self.scale = float(loss_scale_of(trainer) or 1.0)
-        """The current loss scale."""
+        self.scale = float(loss_scale_of(trainer) or 1.0)  # the current loss scale
 
     def _half(self) -> torch.dtype | None:
         if isinstance(self.plugin, ScaledPrecision):

@@ -26,14 +26,7 @@ _FP16_MAX = torch.finfo(torch.float16).max
 def preflight_step(
     runs: Runs, before: Preflight | None, agree: Callable[[Any], Any], is_last: bool
 ) -> Preflight | None:
-    """Return the result with one more step; `None` if the batch has no gradient noise.
-
-    Args:
-        runs: The runs of the step.
-        before: Result of the earlier steps.
-        agree: Returns the value of rank 0, so that all ranks make the same runs.
-        is_last: Whether this is the last step, after which the remedy is chosen.
-    """
+    """Return the result with one more step; `None` if the batch has no gradient noise."""
     found, whole, noise = module_errors(runs)
     if not noise:
         return None
@@ -51,19 +44,12 @@ def preflight_step(
 
 @dataclass(frozen=True)
 class _Trials:
-    """Runs of one step with remedies.
-
-    Args:
-        runs: The runs of the step.
-        whole: The run in fp32.
-        noise: Gradient noise of each parameter.
-        agree: Returns the value of rank 0.
-    """
+    """Runs of one step with remedies."""
 
     runs: Runs
-    whole: Run
-    noise: dict[str, float]
-    agree: Callable[[Any], Any]
+    whole: Run  # in fp32
+    noise: dict[str, float]  # gradient noise of each parameter
+    agree: Callable[[Any], Any]  # returns the value of rank 0, so that all ranks make equal runs
 
     def ratio(self, remedy: Remedy) -> float:
         """Return the ratio with a remedy; inf if the step fails with it."""

@@ -31,12 +31,11 @@ def verdict_in_words(found: Preflight, plugin: str) -> str:
             f"learning rate is below half a unit in the last place of {half}. Keep fp32 weights, "
             "with `BalancedAMP`."
         )
-    harm = f"In {half}, {found.worst} is not finite."
-    if math.isfinite(found.ratio):
-        harm = (
-            f"{half} adds errors of {_percent(found.ratio)} of the gradient noise to "
-            f"`{found.worst}`."
-        )
+    harm = (
+        f"{half} adds errors of {_percent(found.ratio)} of the gradient noise to `{found.worst}`."
+    )
+    if not math.isfinite(found.ratio):
+        harm = f"In {half}, {found.worst} is not finite."
     if found.is_mended and found.mended is not None:
         return (
             f"{harm} With {_settings_in_words(found.remedy)} the largest error is "
@@ -60,15 +59,12 @@ def _settings_in_words(remedy: Remedy) -> str:
 def table_of(found: Preflight) -> str:
     """Return a table of the modules with the largest own errors, as text."""
     half = _NAMES[str(found.half)]
-    rows = [cells_of(found, each) for each in found.modules[:_ROWS]]
-    head = head_of(found)
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [
-        "  ".join(
-            [cell.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]
-        )
-        for cell, *rest in (head, *rows)
-    ]
+    rows = [head_of(found), *(cells_of(found, each) for each in found.modules[:_ROWS])]
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for cell, *rest in rows:
+        right = [c.rjust(width) for c, width in zip(rest, widths, strict=True)]
+        lines.append("  ".join([cell.ljust(first), *right]))
     whole, rounded = found.losses
     lines.append(f"The loss is {whole:.6g} in fp32 and {rounded:.6g} in {half}.")
     lines += [
@@ -80,35 +76,23 @@ def table_of(found: Preflight) -> str:
 def head_of(found: Preflight) -> tuple[str, ...]:
     """Return the head of the table of modules."""
     mended = () if found.mended is None else ("with settings",)
-    return (
-        *("module", "own error", "of gradients", "in the run"),
-        *mended,
-        *("largest output", "underflow"),
-    )
+    errors = ("module", "own error", "of gradients", "in the run")
+    return (*errors, *mended, "largest output", "underflow")
 
 
 def cells_of(found: Preflight, each: ModuleError) -> tuple[str, ...]:
     """Return the row of a module below `head_of`."""
-    mended = "" if each.mended is None else f"{each.mended:.1e}"
-    return (
-        f"{each.path} ({each.kind})",
-        f"{each.output:.1e}",
-        f"{each.gradient:.1e}",
-        f"{each.handed:.1e}",
-        *(() if found.mended is None else (mended,)),
-        f"{each.largest:.3g}",
-        f"{each.underflow:.0%}",
-    )
+    errors: list[float | None] = [each.output, each.gradient, each.handed]
+    errors += [] if found.mended is None else [each.mended]
+    cells = ["" if error is None else f"{error:.1e}" for error in errors]
+    return (f"{each.path} ({each.kind})", *cells, f"{each.largest:.3g}", f"{each.underflow:.0%}")
 
 
 def settings_of(found: Preflight, plugin: str, arguments: dict[str, Any]) -> str:
     """Return the YAML of the remedy; empty if no remedy is needed or none was found.
 
-    Args:
-        found: The result.
-        plugin: Class name of the precision plugin.
-        arguments: The arguments of the plugin that a remedy extends; `is_dynamic` tells whether
-            its loss scale moves, `passed` are the arguments that the user passed.
+    `arguments` of the plugin are those that a remedy extends; `is_dynamic` tells whether its loss
+    scale moves, `passed` are the arguments that the user passed.
     """
     remedy = found.remedy
     if not found.stagnates and not found.is_mended:
