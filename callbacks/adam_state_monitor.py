@@ -90,7 +90,6 @@ class AdamStateMonitor(SamplingMonitor):
         self._first: list[str] = []  # tensors that alarms name first
         self._unwatched: set[str] = set()  # classes of optimizers with a warning already
         self._rule = AdamStateRule(baseline_samples=baseline_samples, **limits)
-        self._until = 0  # sample every step up to this one
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -101,7 +100,6 @@ class AdamStateMonitor(SamplingMonitor):
         ]
         # Shared weights have one name for all their places.
         names = list(dict.fromkeys(parameter_names(pl_module).values()))
-        self._until = 0
         # In embeddings the RMS rises first, 1 to 8 steps before the loss (arXiv:2304.13013).
         self._first = [*embeddings, *names[:1], *names[-2:]]
         groups = [group for each in trainer.optimizers for group in each.param_groups]
@@ -111,7 +109,7 @@ class AdamStateMonitor(SamplingMonitor):
     @override
     def observe(self, step: TrainingStep) -> Tensor | None:
         # Every step is sampled until states exist, and after a high RMS.
-        if step.facts.step > self._until and not self.is_due(step.facts.step):
+        if not self.is_due(step.facts.step):
             return None
         optimizer, found = step.optimizer, step.found
         groups = [group for group in optimizer.param_groups if _is_of_adam(group)]
@@ -173,8 +171,8 @@ class AdamStateMonitor(SamplingMonitor):
             first=self._first,
         )
         if self._rule.wants_more:
-            # A sample arrives a step or two late, so the next four steps give a second sample.
-            self._until, self._rule.wants_more = facts.step + 4, False
+            self._rule.wants_more = False
+            self.sample_again(facts.step)
         is_bad = sums_NK[:, AdamField.BAD_STATE] > 0
         if is_bad.any():
             # One alarm for all tensors: the largest names the place.

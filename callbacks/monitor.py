@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import hashlib
 import inspect
 import itertools
@@ -31,8 +30,8 @@ from lightning_mp.callbacks._rules.records import (
 from lightning_mp.callbacks._step.recorder import (
     FactsRecorder,
     facts_of,
+    never_raising,
     recorder_of,
-    without_raising,
 )
 from lightning_mp.callbacks._step.training_state import (
     Moment,
@@ -50,6 +49,9 @@ __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "Instab
 _FOLLOWS = frozenset(
     f"{what}_non_finite" for what in ("activation", "output_gradient", "buffer", "optimizer_state")
 ) | {"non_finite_loss", "non_finite_gradient", "non_finite_run"}
+# Fields of an alarm that are those of its step and of its verdict.
+_OF_STEP = ("step", "epoch", "batch_idx", "rank")
+_OF_VERDICT = ("kind", "severity", "tensor", "value", "threshold")
 _WITH = " with "  # precedes the digest of arguments in a key
 
 
@@ -101,7 +103,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         if "__init__" in vars(cls):
             cls.__init__ = keeps_arguments(cls.__init__)  # type: ignore[method-assign]
         if "on_exception" in vars(cls):
-            cls.on_exception = _never_raising(cls.on_exception)  # type: ignore[method-assign]
+            cls.on_exception = never_raising(cls.on_exception)  # type: ignore[method-assign]
 
     def __init__(self, *, repeat_after_steps: int = 1000) -> None:
         self.repeat_after_steps = repeat_after_steps
@@ -178,19 +180,12 @@ class InstabilityMonitor(Learning, pl.Callback):
         message, remedy = words_for(verdict, tags_of(trainer, facts), **numbers_of(trainer, facts))
         keeper = None if is_note else self.recorder.batches
         alarm = Alarm(
-            step=facts.step,
             monitor=type(self).__name__,
-            kind=verdict.kind,
-            severity=verdict.severity,
             message=message,
             remedy=remedy,
-            tensor=verdict.tensor,
-            value=verdict.value,
-            threshold=verdict.threshold,
-            epoch=facts.epoch,
-            batch_idx=facts.batch_idx,
-            rank=facts.rank,
             batch_path=None if keeper is None else keeper.save(trainer, facts),
+            **{name: getattr(facts, name) for name in _OF_STEP},
+            **{name: getattr(verdict, name) for name in _OF_VERDICT},
         )
         saved = usage("batch_saved", path=alarm.batch_path) if alarm.batch_path else ""
         text = " ".join(filter(None, (f"{alarm.place}:", message, remedy, saved)))
@@ -310,12 +305,3 @@ class InstabilityMonitor(Learning, pl.Callback):
         for name, rule in self._rules().items():
             # Checkpoints of 0.1 store the state of rules among the attributes of the monitor.
             rule.load_state_dict(state_dict.get(name, state_dict))
-
-
-def _never_raising(hook: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(hook)
-    def on_exception(self: pl.Callback, *args: Any) -> None:
-        with without_raising(self):
-            hook(self, *args)
-
-    return on_exception

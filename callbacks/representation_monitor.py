@@ -87,7 +87,6 @@ class RepresentationMonitor(SamplingMonitor):
         self._rule = RepresentationRule(min_spread)
         self._losses: dict[str, nn.Module] = {}
         self._towers: dict[str, nn.Module] = {}
-        self._until = -1  # last step of additional samples
         self._rows: dict[tuple[str, str], Tensor] = {}  # by kind and name
         self._locked: set[str] = set()  # features whose tower is frozen on purpose
         self._has_frozen = False  # whether the model has frozen parameters
@@ -114,10 +113,6 @@ class RepresentationMonitor(SamplingMonitor):
         }
         if not losses and not towers:
             rank_zero_warn(usage("no_features"))
-
-    @override
-    def is_due(self, step: int) -> bool:
-        return step <= self._until or super().is_due(step)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -187,8 +182,8 @@ class RepresentationMonitor(SamplingMonitor):
                 verdicts += self._rule.features(name, spread[name], rank[name])
         is_additional = facts.step <= self._until
         if self._rule.wants_more:
-            # A sample arrives a step or two late, so the next four steps give a second sample.
-            self._until, self._rule.wants_more = facts.step + 4, False
+            self._rule.wants_more = False
+            self.sample_again(facts.step)
         sketches = {
             name: _sketch_of(row, len(sample.array))
             for name, row in features.items()

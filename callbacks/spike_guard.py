@@ -15,13 +15,7 @@ from typing_extensions import override
 from lightning_mp._arguments import PATH, explains_arguments, refuse_values
 from lightning_mp.callbacks._rules.course import CourseRule
 from lightning_mp.callbacks._rules.records import Sample, StepFacts, Verdict
-from lightning_mp.callbacks._rules.spikes import (
-    GuardContext,
-    RobustWindow,
-    SignalVerdict,
-    describe,
-    is_slight,
-)
+from lightning_mp.callbacks._rules.spikes import RobustWindow, SignalVerdict, describe, is_slight
 from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.marks import MarkStore
 from lightning_mp.callbacks._step.rewinding import Rewinder
@@ -181,12 +175,12 @@ class SpikeGuard(InstabilityMonitor):
         self._is_bad = None
         if step.signals is None:
             return None  # `training_step` returned `None`
-        spread = self._spread(step.trainer)
+        values, spread = step.signals[:2], self._spread(step.trainer)
         if self.action in ("warn", "rewind"):  # act after the step, when the host knows the values
             step.context = {"spread": spread}
-            return step.signals.values
+            return values
         # Judged on the device, so that skipping needs no host sync.
-        verdict = self._judged(step.facts.optimizer, step.signals.values, spread)
+        verdict = self._judged(step.facts.optimizer, values, spread)
         self._is_bad = verdict.is_spike | ~verdict.is_finite
         if self.action in ("stop", "raise") and loss_scale_of(step.trainer) is not None:
             self._is_bad[1] &= verdict.is_finite[1]  # the loss scaler handles overflows
@@ -305,7 +299,7 @@ class SpikeGuard(InstabilityMonitor):
             key = f"{kind} {facts.optimizer}"
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
             if self._runs[key] == 1 and event is None:
-                event = describe(self._context(trainer, facts), loss, norm)
+                event = self._described(trainer, facts, loss, norm)
                 verdicts.append(event)
             # Consecutive spikes are a new level; see `is_new_level`.
             if self._runs[key] == self.patience and kind != "spike":
@@ -325,13 +319,17 @@ class SpikeGuard(InstabilityMonitor):
         course.rivals = [other for other in used if other is not course]
         return verdicts + course.judge(facts.step, facts.loss, facts.gradient_norm)
 
-    def _context(self, trainer: pl.Trainer, facts: StepFacts) -> GuardContext:
-        return GuardContext(
-            facts=facts,
+    def _described(
+        self, trainer: pl.Trainer, facts: StepFacts, loss: SignalVerdict, norm: SignalVerdict
+    ) -> Verdict:
+        is_spent = self.action == "rewind" and self.rewinds >= self.max_rewinds
+        return describe(
+            facts,
+            loss,
+            norm,
             first_lr=self._lrs[0] if self._lrs and facts.optimizer == 0 else None,
             clip_val=trainer.gradient_clip_val,
-            action=self.action,
-            is_spent=self.rewinds >= self.max_rewinds,
+            action="rewinds spent" if is_spent else self.action,
             window_steps=self.window_steps,
             z_threshold=self.z_threshold,
         )

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -294,17 +295,9 @@ def _hold_steps(
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    _replace_method(stack, strategy, "backward", backward)
-    _replace_method(stack, module, "clip_gradients", nothing)
-    for optimizer in (*strategy._lightning_optimizers, *strategy.optimizers):
-        _replace_method(stack, optimizer, "step", step)
-    for config in strategy.lr_scheduler_configs:
-        _replace_method(stack, config.scheduler, "step", nothing)
-
-
-def _replace_method(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Replace a method of one object until the stack is closed."""
-    attributes = vars(owner)
-    stack.callback(attributes.update, {k: each for k, each in attributes.items() if k == name})
-    stack.callback(attributes.pop, name)
-    attributes[name] = value
+    stepped: list[Any] = [*strategy._lightning_optimizers, *strategy.optimizers]
+    replaced = [(strategy, "backward", backward), (module, "clip_gradients", nothing)]
+    replaced += [(optimizer, "step", step) for optimizer in stepped]
+    replaced += [(config.scheduler, "step", nothing) for config in strategy.lr_scheduler_configs]
+    for owner, name, value in replaced:
+        stack.enter_context(mock.patch.object(owner, name, value))

@@ -25,12 +25,7 @@ def now() -> str:
 
 
 def run_facts(trainer: pl.Trainer, highest_rates: Mapping[int, float]) -> list[list[str]]:
-    """Return [label, value] pairs; a host sync if learning rates are on a GPU.
-
-    Args:
-        trainer: The Trainer of the run.
-        highest_rates: The highest learning rate of each optimizer so far.
-    """
+    """Return [label, value] pairs; a host sync if learning rates are on a GPU."""
     import lightning_mp
 
     module = trainer.lightning_module

@@ -30,17 +30,10 @@ _LARGE_BLOCK = 1 << 22
 def tensor_moments(
     tensor: Tensor, *, unscale: float | Tensor = 1.0, histogram: bool = False
 ) -> Tensor:
-    """Return the moments of a tensor without a host sync.
+    """Return moments_K of `tensor * unscale` without a host sync, in float64.
 
-    Args:
-        tensor: Tensor of any floating dtype. For a DTensor the local shard, for a sparse tensor the
-            stored values are used.
-        unscale: Factor of the values.
-        histogram: Whether to count values by exponent.
-
-    Returns:
-        moments_K: float64 on the device of the tensor, or on the CPU for MPS. Non-finite values are
-            counted and otherwise ignored.
+    The local shard of a DTensor and the stored values of a sparse tensor are measured. Non-finite
+    values are counted and otherwise ignored. The result of a tensor on MPS is on the CPU.
     """
     # In float64, because the fourth power of a gradient of 1e-12 underflows in fp32.
     values = stored_values(local_shard(tensor).detach()).reshape(-1)
@@ -77,16 +70,11 @@ def _block_moments(values: Tensor, unscale: float | Tensor, histogram: bool) -> 
 
 
 def merge_moments(parts_RK: Tensor) -> Tensor:
-    """Return the moments of the union of several parts.
+    """Return the moments of the union of several parts (Chan 1979; Pebay, SAND2008-6212).
 
     With `d = mean_r - mean`, `M2 = sum M2_r + n_r d^2`, `M3 = sum M3_r + 3 d M2_r + n_r d^3` and
-    `M4 = sum M4_r + 4 d M3_r + 6 d^2 M2_r + n_r d^4`, no large sums are subtracted.
-
-    Args:
-        parts_RK: Results of `tensor_moments`, possibly with further dimensions in between.
-
-    References:
-        Chan, Golub and LeVeque 1979; Pebay, SAND2008-6212.
+    `M4 = sum M4_r + 4 d M3_r + 6 d^2 M2_r + n_r d^4`, no large sums are subtracted. There may be
+    dimensions between R and K.
     """
     merged_K = parts_RK.sum(dim=0)
     n, mean, m2, m3, m4, absmax = parts_RK[..., :6].unbind(-1)
@@ -100,14 +88,7 @@ def merge_moments(parts_RK: Tensor) -> Tensor:
 
 
 def reduced(moments_NK: Tensor, names: Sequence[str]) -> dict[str, npt.NDArray[np.float64]]:
-    """Return reductions with one value per tensor; NaN without values.
-
-    Args:
-        moments_NK: Moments on the host.
-        names: Reductions. `norm` is `sqrt(sum x^2)`, `rms` is `sqrt(mean x^2)`, `std` is the
-            population standard deviation, and `kurtosis` is `n M4 / M2^2`, 3 for a normal
-            distribution and larger for heavy tails. `histogram` has shape [N, B], see `EXPONENTS`.
-    """
+    """Return reductions of moments on the host: one value per tensor, NaN without values."""
     moments = moments_NK.numpy()
     n, mean, m2, _, m4, absmax, _ = moments[:, :_MOMENTS].T
     with np.errstate(divide="ignore", invalid="ignore"):

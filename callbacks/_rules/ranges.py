@@ -39,12 +39,8 @@ class UnderflowJudge(Learning):
     ) -> Verdict | None:
         """Add a sample of a tensor and return a verdict.
 
-        Args:
-            name: Name of the tensor.
-            zero_share: Share of exact zeros.
-            subnormal_share: Share of subnormal values.
-            is_rounding: Whether the gradient is pure rounding error.
-            is_gone: Whether no gradient is left although there is a loss.
+        `is_rounding`: the gradient is pure rounding error; `is_gone`: no gradient is left although
+        there is a loss.
         """
         usual = self._usual.setdefault(
             name, {"samples": 0, "highest": 0.0, "lowest": 1.0, "newest": [], "was_cut": False}

@@ -4,7 +4,6 @@ Legend: K signals, N places in the window.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from lightning_mp.callbacks._rules.records import Severity, StepFacts, Verdict
 
-__all__ = ["RobustWindow", "GuardContext", "SignalVerdict", "describe", "is_slight"]
+__all__ = ["RobustWindow", "SignalVerdict", "describe", "is_slight"]
 
 # The standard deviation of a normal distribution is 1.4826 times its median absolute deviation.
 _SIGMA_PER_MAD = 1.4826
@@ -66,10 +65,8 @@ class RobustWindow:
     def judge(self, values_k: Any, spread: float = 1.0) -> SignalVerdict:
         """Judge the fp32 signals of a step, and add healthy values to the window.
 
-        Args:
-            values_k: Tensor on any device, or NumPy array, which takes the host less time; 0 for a
-                signal that the step does not have.
-            spread: Factor of the deviation.
+        Signals are a tensor on any device, or a NumPy array, which takes the host less time. A
+        signal that the step lacks is 0. `spread` multiplies the deviation.
         """
         if type(self._values_kn) is not type(values_k) or (
             isinstance(values_k, Tensor) and self._values_kn.device != values_k.device
@@ -161,28 +158,25 @@ def is_slight(verdict: SignalVerdict, highest: Any) -> Any:
     return is_usual & (verdict.value[0] - median < _SLIGHT * (highest - median))
 
 
-@dataclass(frozen=True, kw_only=True)
-class GuardContext:
-    """Facts of a step and settings of the guard."""
+def describe(
+    facts: StepFacts,
+    loss: SignalVerdict,
+    norm: SignalVerdict,
+    *,
+    first_lr: float | None,
+    clip_val: float | None,
+    action: str,
+    window_steps: int,
+    z_threshold: float,
+) -> Verdict:
+    """Return the verdict of a step with a non-finite value or a spike.
 
-    facts: StepFacts
-    first_lr: float | None  # learning rate some steps before
-    clip_val: float | None  # `gradient_clip_val` of the Trainer
-    action: str
-    is_spent: bool  # whether all rewinds are used
-    window_steps: int
-    z_threshold: float
-
-
-def describe(context: GuardContext, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
-    """Return the verdict of a step with a non-finite value or a spike."""
-    facts, lr = context.facts, context.facts.lr
-    is_scaled, lowers = facts.loss_scale is not None, bool(lr) and not facts.is_rate_ending
-    action = "rewinds spent" if context.action == "rewind" and context.is_spent else context.action
-    also = () if action == "warn" else (action,)
-    general: tuple[str, ...] = ("leave out",) if context.action == "warn" else ()
-    if lowers:
-        general = ("lower rate", *general)
+    `first_lr` is the learning rate some steps before, `clip_val` the Trainer's `gradient_clip_val`.
+    """
+    lr, is_scaled = facts.lr, facts.loss_scale is not None
+    also: tuple[str, ...] = () if action == "warn" else (action,)
+    general = ["lower rate"] if lr and not facts.is_rate_ending else []
+    general += ["leave out"] if action == "warn" else []
     numbers: dict[str, Any] = {"rate": lr, "fitting_rate": (lr or 0) / 2}
     name, largest = "loss", str(facts.largest_gradient)
     if not loss.is_finite:
@@ -204,37 +198,42 @@ def describe(context: GuardContext, loss: SignalVerdict, norm: SignalVerdict) ->
     worse, kind, name = (
         (loss, "loss_spike", name) if loss.is_spike else (norm, "gradient_spike", largest)
     )
-    numbers |= {"median": worse.median, "z": worse.z, "z_threshold": context.z_threshold}
+    numbers |= {"median": worse.median, "z": worse.z, "z_threshold": z_threshold}
     numbers |= {"norm": norm.value, "norm_limit": norm.limit, "largest": largest}
-    numbers |= {"window": context.window_steps, "largest_norm": facts.largest_gradient_norm}
-    severity, remedies = "warning", (*_remedies(context, worse, norm, numbers), *general)
+    numbers |= {"window": window_steps, "largest_norm": facts.largest_gradient_norm}
+    remedies = _remedies(facts, worse, norm, numbers, first_lr, clip_val)
+    severity, remedies = "warning", (*remedies, *general)
     if loss.is_spike:
         about_norm = (
             "norm too" if norm.is_spike else "usual norm" if norm.is_finite else "overflow too"
         )
         also = (about_norm, *also)
     # A spike that clipping has limited is a note.
-    elif context.action == "warn" and context.clip_val and norm.limit >= context.clip_val:
+    elif action == "warn" and clip_val and norm.limit >= clip_val:
         severity, also, remedies = "info", ("clipped",), ("nothing",)
-        numbers["clip"] = context.clip_val
+        numbers["clip"] = clip_val
     return Verdict(kind, worse.value, worse.limit, severity, name, (), also, remedies, numbers)
 
 
 def _remedies(
-    context: GuardContext, worse: SignalVerdict, norm: SignalVerdict, numbers: dict[str, Any]
-) -> list[str]:
+    facts: StepFacts,
+    worse: SignalVerdict,
+    norm: SignalVerdict,
+    numbers: dict[str, Any],
+    first_lr: float | None,
+    clip_val: float | None,
+) -> tuple[str, ...]:
     """Return keys of remedies, with values that do not affect the healthy steps of the window."""
-    remedies, lr, step = [], context.facts.lr, context.facts.step
-    if norm.is_spike and (not context.clip_val or context.clip_val > norm.highest):
+    remedies, lr, step = [], facts.lr, facts.step
+    if norm.is_spike and (not clip_val or clip_val > norm.highest):
         remedies.append("clip")
-    is_adam = "Adam" in context.facts.optimizer_name and context.facts.optimizer_name != "SafeAdamW"
-    if norm.is_spike and is_adam:
+    if norm.is_spike and "Adam" in facts.optimizer_name and facts.optimizer_name != "SafeAdamW":
         remedies.append("safe adam")
     # A learning rate that has risen within the window is a warm-up.
-    if lr and context.first_lr is not None and lr > 1.01 * context.first_lr:
+    if lr and first_lr is not None and lr > 1.01 * first_lr:
         remedies.append("warm up")
     # Lower the rate by the factor by which the value exceeds the limit, from 2 to 10.
     factor = min(max(worse.value / worse.limit, 2.0), 10.0) if worse.limit > 0 else 2.0
     numbers |= {"clip_val": norm.highest, "step": step, "longer": 2 * step}
     numbers["fitting_rate"] = (lr or 0) / factor
-    return remedies
+    return tuple(remedies)

@@ -1,12 +1,12 @@
 """Reads every step once for all monitors of a Trainer and copies observations to the host."""
 
+import functools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,7 +37,20 @@ from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 _log = logging.getLogger(__name__)
 _LATE = 2  # steps by which a sample may arrive after the facts of its step
 
-__all__ = ["FactsRecorder", "facts_of", "recorder_of", "without_raising"]
+__all__ = ["FactsRecorder", "facts_of", "never_raising", "recorder_of"]
+
+
+def never_raising(on_exception: Callable[..., None]) -> Callable[..., None]:
+    """Make `on_exception` log its errors, which would hide the exception that it handles."""
+
+    @functools.wraps(on_exception)
+    def logging_errors(self: pl.Callback, *args: Any) -> None:
+        try:
+            on_exception(self, *args)
+        except Exception as error:
+            _log.warning(usage("hook_failed", callback=type(self).__name__, error=error))
+
+    return logging_errors
 
 
 @dataclass
@@ -191,8 +204,8 @@ class FactsRecorder(pl.Callback):
         if self._measures_norm and (
             step.found.gradients or loss is not None or trainer.world_size > 1
         ):
-            step.signals = measure_signals(trainer, step.found, loss)
-            pending.parts["signals"], loss = step.signals.packed, None
+            pending.parts["signals"] = step.signals = measure_signals(trainer, step.found, loss)
+            loss = None
             pending.names = step.found.names
         numbers = {"loss": loss, "lr": lr, "loss_scale": scale}
         # Cloned, because scaler and schedules change their tensors in place before the copy.
@@ -221,10 +234,10 @@ class FactsRecorder(pl.Callback):
         self.finish()
 
     @override
+    @never_raising
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
         self._remove_hooks()
-        # A device that has failed returns nothing.
-        with without_raising(self), suppress(RuntimeError):
+        with suppress(RuntimeError):  # a device that has failed returns nothing
             self.finish()
 
     @override
@@ -284,7 +297,7 @@ class FactsRecorder(pl.Callback):
             ]
             # `cat` promotes the dtypes of floats, but fp32 does not hold every integer.
             sent = [part if part.is_floating_point() else part.double() for part in parts]
-            arrive = partial(self._arrive, replace(each, facts=facts), shapes)
+            arrive = functools.partial(self._arrive, replace(each, facts=facts), shapes)
             self.send(torch.cat(sent) if sent else torch.zeros(0), arrive)
         self.now = facts
 
@@ -330,15 +343,6 @@ class FactsRecorder(pl.Callback):
     def _called(self, optimizer: Optimizer, *_: Any) -> None:
         if not is_fused(optimizer):
             self._due.discard(optimizer)
-
-
-@contextmanager
-def without_raising(callback: pl.Callback) -> Iterator[None]:
-    """Log an error of `on_exception`; raising it would hide the exception that it handles."""
-    try:
-        yield
-    except Exception as error:
-        _log.warning(usage("hook_failed", callback=type(callback).__name__, error=error))
 
 
 def facts_of(trainer: pl.Trainer, batch_idx: int | None = None) -> StepFacts:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks.monitor import InstabilityMonitor
@@ -19,6 +21,7 @@ class SamplingMonitor(InstabilityMonitor):
     """Observes every N-th step, and more steps at the start."""
 
     keeps: tuple[str, ...] = ("samples",)
+    _until = -1  # last step of additional samples
 
     def __init__(
         self, every_n_steps: int, baseline_samples: int = 10, repeat_after_steps: int = 1000
@@ -32,7 +35,16 @@ class SamplingMonitor(InstabilityMonitor):
         # The first samples are the baseline of each tensor.
         is_early = self.samples < self.baseline_samples
         every = max(self.every_n_steps // 5, 1) if is_early else self.every_n_steps
-        return step % every == 0
+        return step % every == 0 or step <= self._until
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._until = -1
+
+    def sample_again(self, step: int) -> None:
+        """Ask for a second sample after a step, whose own sample arrives a step or two later."""
+        self._until = step + 4
 
 
 def pack_stats(

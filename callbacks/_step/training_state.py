@@ -20,7 +20,6 @@ from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 __all__ = [
     "Moment",
     "NamedTensors",
-    "Signals",
     "TrainingStep",
     "gather_ranks",
     "gradients_of",
@@ -114,15 +113,6 @@ class NamedTensors(NamedTuple):
     unscale: float | Tensor  # 1, or the inverse loss scale on the device
 
 
-class Signals(NamedTuple):
-    """Loss and gradient norm of a step, on the device."""
-
-    values: Tensor  # loss (0 without a loss) and gradient norm, fp32, of shape [2]
-    # The values, index and norm of the largest gradient; with several ranks also the rank of
-    # `StepFacts` and the number of ranks with a loss.
-    packed: Tensor
-
-
 _LARGE = 2**18  # values; torch's norm has a relative error of 1e-6, and of 1e-5 at 2**20 values
 
 Moment = Literal["before step", "batch end"]
@@ -137,7 +127,7 @@ class TrainingStep:
     optimizer: Optimizer
     names: dict[int, str]  # names of parameters, by `id`
     loss: Tensor | None  # unscaled loss of the last backward
-    signals: Signals | None = None  # if a monitor needs the gradient norm
+    signals: Tensor | None = None  # of `measure_signals`, if a monitor needs the gradient norm
     context: dict[str, Any] = field(default_factory=dict)  # of the monitor that observes
 
     @cached_property
@@ -181,8 +171,12 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
     return NamedTensors(known, [g for g in gradients if g is not None], held, inverse)
 
 
-def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Signals:
-    """Return the mean loss of the ranks that have a loss, and the gradient norm."""
+def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Tensor:
+    """Return the mean loss of the ranks that have one (or 0), the gradient norm, and more.
+
+    The third and fourth number are index and norm of the largest gradient; with several ranks, the
+    rank of `StepFacts` and the number of ranks with a loss follow.
+    """
     if found.gradients:
         norms = norms_of(found.gradients)
         norms = norms * found.unscale if isinstance(found.unscale, Tensor) else norms
@@ -194,8 +188,7 @@ def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | Non
     if trainer.world_size > 1:
         mean, norm, of_ranks = _over_ranks(trainer, mean, norm, loss is not None)
     numbers = (mean, norm, index, largest, *of_ranks)
-    packed = torch.stack([each.to(norms.dtype) for each in numbers])
-    return Signals(packed[:2], packed)
+    return torch.stack([each.to(norms.dtype) for each in numbers])
 
 
 def _over_ranks(

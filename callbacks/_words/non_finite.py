@@ -162,11 +162,8 @@ def remedy_for(
 ) -> str:
     """Return the remedy for a finding, with values to set.
 
-    Args:
-        finding: The source of the non-finite value.
-        plugin: The precision plugin that the remedy names.
-        eps: Adam's epsilon, if it is 0 in the dtype of the weights.
-        checks_gradients: Whether the locator checks gradients before steps.
+    `eps` is Adam's epsilon if it is 0 in the dtype of the weights. `checks_gradients` tells whether
+    the locator checks gradients before steps.
     """
     key: str = finding.source
     if key == "parameter":
