@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # before torch 2.11, registers fake collectives
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
