@@ -11,8 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from lightning_mp.numerics.small_chunks import SmallChunks
 
 __all__ = [
     "join_weight",
@@ -22,9 +24,6 @@ __all__ = [
     "split_weight",
     "split_weights",
 ]
-
-_SMALL_NUMEL = 2**16  # with fewer elements, launching takes longer than the kernel
-_CACHED_NUMEL = 2**17  # with more, the temporaries of a split leave the caches of a CPU core
 
 # Bits of an fp32 significand that do not fit into half precision.
 _LOST_BITS = {torch.float16: 13, torch.bfloat16: 16}
@@ -90,18 +89,11 @@ def _batched(
 ) -> list[tuple[Tensor, ...]]:
     """Apply an elementwise function to the tensors of each row, with small tensors batched."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
-    sizes: dict[Hashable, int] = defaultdict(int)
+    chunks = SmallChunks()
     for index, row in enumerate(rows):
         first = row[0]
-        key: Hashable = index
-        if first.numel() <= _SMALL_NUMEL and all(
-            type(each) in (Tensor, nn.Parameter) and each.is_contiguous() for each in row
-        ):
-            kind = first.device, first.dtype
-            sizes[kind] += first.numel()
-            # On a CPU, a batch should fit into the caches; on a GPU, launches should be few.
-            key = (*kind, sizes[kind] // _CACHED_NUMEL if first.device.type == "cpu" else 0)
-        groups[key].append(index)
+        chunk = chunks.of((first.device, first.dtype), *row)
+        groups[index if chunk is None else chunk].append(index)
     results: dict[int, tuple[Tensor, ...]] = {}
     for members in groups.values():
         if len(members) == 1:

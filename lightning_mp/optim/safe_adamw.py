@@ -1,6 +1,6 @@
 """AdamW for half- and full-precision weights: fp32 states, fp32 math, optional update clipping."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES, accumulation_dtype
+from lightning_mp.numerics.small_chunks import SmallChunks
 from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.numerics.triton_support import triton_problem
 from lightning_mp.optim._adamw.arguments import (
@@ -62,7 +63,8 @@ class SafeAdamW(Optimizer):
             "nearest" drops the error, "stochastic" draws the same noise on all ranks.
         amsgrad: Not supported; present for compatibility with torch's signature.
         maximize: Whether to maximize the objective.
-        foreach: Whether to use multi-tensor operations; `None` uses them on CUDA.
+        foreach: Whether to use multi-tensor operations; `None` uses them on CUDA, and elsewhere for
+            small tensors.
         fused: Whether to use the Triton kernel; `None` uses it on CUDA if Triton is available.
         capturable: No effect, because `step` can always be captured in a CUDA graph.
         differentiable: Not supported; present for compatibility with torch's signature.
@@ -177,8 +179,9 @@ class SafeAdamW(Optimizer):
         return loss
 
     def _batches(self, group: dict[str, Any]) -> Iterator[AdamWBatch]:
-        """Yield batches of parameters and states with equal device and dtypes, or of one tensor."""
+        """Yield batches of parameters and states with equal device and dtypes."""
         batches: dict[object, AdamWBatch] = {}
+        chunks = SmallChunks()
         for index, parameter in enumerate(group["params"]):
             if parameter.grad is None:
                 continue
@@ -189,13 +192,15 @@ class SafeAdamW(Optimizer):
                     " weights with `torch.optim.SparseAdam`."
                 )
             state = self._state_of(parameter, group)
-            # Stepping one tensor at a time limits fp32 temporaries to one tensor.
-            at_once = group["fused"] or group["foreach"]
-            if group["foreach"] is None:
-                at_once = at_once or parameter.is_cuda
+            foreach = group["foreach"]
             # Foreach ops take the fast path only for tensors of one device and dtype.
-            dtypes = (parameter.device, parameter.dtype, parameter.grad.dtype)
-            batch = batches.setdefault(dtypes if at_once else index, AdamWBatch())
+            kind: Hashable = (parameter.device, parameter.dtype, parameter.grad.dtype)
+            at_once = group["fused"] or foreach or (foreach is None and parameter.is_cuda)
+            if not at_once:
+                # Limits fp32 temporaries to one large tensor, or to a chunk of small tensors.
+                chunk = chunks.of(kind, parameter) if foreach is None else None
+                kind = index if chunk is None else chunk
+            batch = batches.setdefault(kind, AdamWBatch())
             for collected, tensor in (
                 (batch.params, parameter),
                 (batch.grads, parameter.grad),

@@ -177,3 +177,30 @@ def test_strided_parameters_step_as_contiguous_ones(dtype: torch.dtype) -> None:
             optimizer.step()
     torch.testing.assert_close(last, first)
     assert optimizers[0].state[last]["exp_avg"].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"clip_update_rms": 1.0}, {"rule": "atan2"}])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_small_tensors_step_together_as_one_by_one(
+    dtype: torch.dtype, arguments: dict[str, object]
+) -> None:
+    shapes = [(3, 5), (70_000,), (60_000,), (), (50_000,), (40_000,), (129,), (4, 1)]
+    together = [torch.nn.Parameter((0.02 * torch.randn(shape)).to(dtype)) for shape in shapes]
+    single = [torch.nn.Parameter(p.detach().clone()) for p in together]
+    optimizers = [
+        SafeAdamW(together, lr=1e-2, **arguments),
+        SafeAdamW(single, lr=1e-2, foreach=False, **arguments),
+    ]
+    for _ in range(3):
+        set_random_gradients(together, single)
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, other in zip(together, single, strict=True):
+        # A vectorized expm1 may differ in its last bit, which rounds a step count's correction.
+        torch.testing.assert_close(mine, other, rtol=4 * torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(
+            optimizers[0].state[mine]["exp_avg"],
+            optimizers[1].state[other]["exp_avg"],
+            rtol=0,
+            atol=0,
+        )
