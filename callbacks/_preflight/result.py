@@ -63,6 +63,7 @@ class ModuleError:
     handed: float  # of its output in the whole run, including the errors of its inputs
     largest: float  # largest magnitude of its output in fp32
     underflow: float  # largest share of zeros in a gradient that are not zero in fp32
+    subnormal: float  # largest share of subnormal values in a gradient, at the loss scale
     order: int = 0  # position of the module in the model
     mended: float | None = None  # like `handed`, in the run with the remedy, if there is one
 

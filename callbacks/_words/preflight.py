@@ -77,7 +77,7 @@ def head_of(found: Preflight) -> tuple[str, ...]:
     """Return the head of the table of modules."""
     mended = () if found.mended is None else ("with settings",)
     errors = ("module", "own error", "of gradients", "in the run")
-    return (*errors, *mended, "largest output", "underflow")
+    return (*errors, *mended, "largest output", "underflow", "subnormal")
 
 
 def cells_of(found: Preflight, each: ModuleError) -> tuple[str, ...]:
@@ -85,7 +85,8 @@ def cells_of(found: Preflight, each: ModuleError) -> tuple[str, ...]:
     errors: list[float | None] = [each.output, each.gradient, each.handed]
     errors += [] if found.mended is None else [each.mended]
     cells = ["" if error is None else f"{error:.1e}" for error in errors]
-    return (f"{each.path} ({each.kind})", *cells, f"{each.largest:.3g}", f"{each.underflow:.0%}")
+    shares = f"{each.underflow:.0%}", f"{each.subnormal:.0%}"
+    return (f"{each.path} ({each.kind})", *cells, f"{each.largest:.3g}", *shares)
 
 
 def settings_of(found: Preflight, plugin: str, arguments: dict[str, Any]) -> str:

@@ -196,9 +196,10 @@ def test_gradient_underflow_is_remedied_by_the_loss_scale() -> None:
         [m for m in result.modules if m.path == "blocks.0.up"]
         for result in (callback.result, cured)
     )
-    # At first, gradients are below half the smallest fp16 number.
-    assert before.underflow == 1
+    # At first, gradients are below half the smallest fp16 number; with the settings, subnormal.
+    assert (before.underflow, before.subnormal) == (1, 0)
     assert after.underflow < 0.1
+    assert after.subnormal > 0.5
 
 
 def test_settings_keep_other_arguments_of_the_plugin() -> None:
