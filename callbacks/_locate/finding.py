@@ -9,7 +9,6 @@ from lightning_mp.callbacks._words.non_finite import (
     CAUSES,
     backward_words,
     forward_words,
-    loss_backward_words,
     outside_words,
 )
 
@@ -169,13 +168,14 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> NonFin
         if first_bad is None:
             return None
         bad, came, suspects = first_bad, trace.groups["loss"], []
-        text = loss_backward_words(root, bad, scale)
+        title = f"The loss computation in `training_step` of the root `{root}`"
+        text = backward_words(title, bad, [], where="backward_of_loss", scale=scale)
     else:
         came, own = producer.seen["grad_output"], producer.own(gradients)
         leaving = [*producer.seen["grad_input"], *own]
         bad = _first_bad(leaving) or leaving[0]
-        title = trace.title(producer)
-        text = backward_words(title, bad, came, is_parameter=bad in own, scale=scale)
+        where = "own_gradient" if bad in own else "input_gradient"
+        text = backward_words(trace.title(producer), bad, came, where=where, scale=scale)
         earlier = [c for c in reached if c.reached <= producer.reached]
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
     name = "" if producer is None else producer.name

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_mp.callbacks._report.page import marked_up
+from lightning_mp.callbacks._report.page import asset, marked_up
 from lightning_mp.callbacks._words.preflight import cells_of, head_of
 
 if TYPE_CHECKING:
@@ -24,56 +23,6 @@ _LOW, _HIGH = -6.0, 1.0  # powers of ten on the axis
 _LEFT, _WIDTH, _HEIGHT = 330, 560, 20  # width of names and axis, height of a row
 _ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
-_PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>$title: precision preflight</title>
-<style>
-$style
-main { overflow-x: auto; }
-svg.modules { display: block; width: 100%; min-width: 640px; }
-svg.modules .name { text-anchor: end; font-size: 12px; fill: var(--ink); }
-svg.modules .mends { fill: var(--error); font-weight: 600; }
-svg.modules .own { fill: var(--curve); }
-svg.modules .mends + g .own, svg.modules .own.mends { fill: var(--error); }
-svg.modules .handed { fill: none; stroke: var(--soft); stroke-width: 1.5; }
-svg.modules .after { fill: none; stroke: var(--fine); stroke-width: 1.5; }
-svg.modules .unit { stroke: var(--fine); stroke-dasharray: 4 3; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
-th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
-pre { padding: 12px 14px; background: var(--card); border: 1px solid var(--line);
-  border-radius: 6px; overflow-x: auto; }
-</style>
-</head>
-<body>
-<header>
-<p class="kicker">lightning-mp precision preflight</p>
-<h1>$title</h1>
-<p class="verdict $level">$verdict</p>
-</header>
-<main>
-$settings
-<section><h2>Errors by module</h2>
-<p>Relative errors of $half, in the order of the model. A filled dot is the error of the module
-alone, a circle is the error of its output in the run$after. The dashed line is the unit roundoff,
-$unit.</p>
-<figure>$picture</figure></section>
-<section><h2>All modules</h2>
-<table><thead><tr>$head</tr></thead>
-<tbody>
-$rows
-</tbody></table>
-<p>The loss is $whole in fp32 and $rounded in $half.</p></section>
-</main>
-</body>
-</html>
-""")
-
 
 def preflight_page(found: Preflight, title: str, verdict: str, settings: str) -> str:
     """Return a self-contained page of HTML without scripts; `settings` is YAML or empty."""
@@ -83,9 +32,9 @@ def preflight_page(found: Preflight, title: str, verdict: str, settings: str) ->
         shown = f"{_comparison(found)}<pre>{escape(settings)}</pre>"
         mends = f"<section><h2>Settings</h2>\n{shown}</section>"
     whole, rounded = found.losses
-    return _PAGE.substitute(
+    return Template(asset("preflight.html")).substitute(
         title=escape(title),
-        style=files("lightning_mp.callbacks._report").joinpath("page.css").read_text("utf-8"),
+        style=asset("page.css"),
         level="fine" if found.is_clean else "error",
         verdict=marked_up(verdict),
         settings=mends,

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from lightning_mp.callbacks._report.data import HISTOGRAM
 
-__all__ = ["MAP_TITLES", "marked_up", "report_page"]
+__all__ = ["MAP_TITLES", "asset", "marked_up", "report_page"]
 
 # Name of a curve -> title and axis.
 _TIME_LINES = {
@@ -57,11 +57,11 @@ def report_page(data: dict[str, Any]) -> str:
     """Return the page for the result of `report_data`, which may come from JSON."""
     # Names and messages come from users' code, so they are escaped here, and the script inserts
     # them as text. A content security policy forbids other scripts and all requests.
-    script = "".join(_asset(f"{name}.js") for name in ("base", "lines", "heat"))
-    return Template(_asset("page.html")).substitute(
+    script = "".join(asset(f"{name}.js") for name in ("base", "lines", "heat"))
+    return Template(asset("page.html")).substitute(
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         title=escape(data["run"]["title"]),
-        style=_asset("page.css"),
+        style=asset("page.css"),
         verdicts=_verdicts(data),
         facts=_facts_list(data["run"]),
         preflight=_preflight(data["run"]),
@@ -72,7 +72,8 @@ def report_page(data: dict[str, Any]) -> str:
     )
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return a template, style or script of the pages."""
     return files("lightning_mp.callbacks._report").joinpath(name).read_text(encoding="utf-8")
 
 

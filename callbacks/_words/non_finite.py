@@ -12,7 +12,6 @@ __all__ = [
     "REMEDIES",
     "backward_words",
     "forward_words",
-    "loss_backward_words",
     "outside_words",
     "remedy_for",
 ]
@@ -92,21 +91,11 @@ def outside_words(
 
 
 def backward_words(
-    title: str, bad: "Seen", came: Sequence["Seen"], *, is_parameter: bool, scale: float | None
+    title: str, bad: "Seen", came: Sequence["Seen"], *, where: str, scale: float | None
 ) -> str:
-    keys = [_backward_key(scale), *["output_gradient"] * bool(came)]
-    keys.append("own_gradient" if is_parameter else "input_gradient")
+    made = "backward" if scale is None else "backward_scaled"
+    keys = [made, *["output_gradient"] * bool(came), where]
     return _joined(keys, title=title, bad=bad, scale=scale, largest=_nearest_to_limit(came))
-
-
-def loss_backward_words(root: str, bad: "Seen", scale: float | None) -> str:
-    title = f"The loss computation in `training_step` of the root `{root}`"
-    keys = [_backward_key(scale), "backward_of_loss"]
-    return _joined(keys, title=title, bad=bad, scale=scale)
-
-
-def _backward_key(scale: float | None) -> str:
-    return "backward" if scale is None else "backward_scaled"
 
 
 def _joined(keys: Sequence[str], **fields: object) -> str:

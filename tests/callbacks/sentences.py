@@ -100,6 +100,7 @@ def causes() -> Iterator[str]:
     both = Seen("head.weight", single, 1.0, 1, 1, 0)
     mask, fine = Seen("['mask']", half, 0.0, 0, 4, 0), Seen("[0]", half, 64000.0, 0, 0, 0)
     mlp, head = "`layers.0.mlp` (MLP)", TracedCall("head", nn.Linear(1, 1))
+    loss = "The loss computation in `training_step` of the root `Model`"
     none: dict[str, Any] = {"passed_to": None, "buffer": None, "has_submodules": False}
     says: dict[str, Any] = {
         **{"count": 3, "name": "ValueError", "bad": both, "root": "Model"},
@@ -118,9 +119,9 @@ def causes() -> Iterator[str]:
         locator.forward_words(mlp, nan, [], **{**none, "buffer": both}) + "\n",
         locator.outside_words("Model", nan, [fine], passed_to=None) + "\n",
         locator.outside_words("Model", inf, [], passed_to=head) + "\n",
-        locator.backward_words(mlp, inf, [fine], is_parameter=False, scale=None) + "\n",
-        locator.backward_words(mlp, both, [fine], is_parameter=True, scale=512.0) + "\n",
-        locator.loss_backward_words("Model", nan, 512.0) + "\n",
+        locator.backward_words(mlp, inf, [fine], where="input_gradient", scale=None) + "\n",
+        locator.backward_words(mlp, both, [fine], where="own_gradient", scale=512.0) + "\n",
+        locator.backward_words(loss, nan, [], where="backward_of_loss", scale=512.0) + "\n",
     )
     for source, more in (
         ("batch", {}),
