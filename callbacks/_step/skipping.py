@@ -11,7 +11,7 @@ from lightning_mp.callbacks._step.training_state import is_fused, scaler_of
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.optim.safe_adamw import SafeAdamW
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
-from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
+from lightning_mp.precision._scaling.step_control import HeldSchedule, hold_global_step
 
 __all__ = ["StepSkipper"]
 
@@ -28,9 +28,9 @@ class StepSkipper:
         """Make LR schedules wait for skipped steps; call it when training starts."""
         if not isinstance(trainer.precision_plugin, ScaledPrecision):
             strategy = trainer.strategy
-            strategy.lr_scheduler_configs = hold_schedules(
-                strategy.lr_scheduler_configs, lambda: self._held
-            )
+            strategy.lr_scheduler_configs = [
+                HeldSchedule(config, lambda: self._held) for config in strategy.lr_scheduler_configs
+            ]
 
     def skip(self, trainer: pl.Trainer, optimizer: Optimizer, flag: Tensor | None = None) -> None:
         """Skip the next step if `flag`, an fp32 scalar on the device, is 1.

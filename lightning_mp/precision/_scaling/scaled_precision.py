@@ -19,7 +19,7 @@ from lightning_mp._arguments import refuse_values
 from lightning_mp._foreign import ForLightning
 from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
-from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
+from lightning_mp.precision._scaling.step_control import HeldSchedule, hold_global_step
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
 from lightning_mp.precision._weights.ledger import Ledger, check_optimizer
 from lightning_mp.precision.inf_clamp import InfClamp
@@ -122,7 +122,8 @@ class ScaledPrecision(Precision, ForLightning):
         for optimizer in optimizers:
             check_optimizer(self, optimizer, runs_closures=runs_closures)
             self._guard_epsilon(optimizer)
-        return model, optimizers, hold_schedules(lr_schedulers, self._was_skipped)
+        held = [HeldSchedule(config, self._was_skipped) for config in lr_schedulers]
+        return model, optimizers, held
 
     def _reduce(self, model: DistributedDataParallel) -> None:
         """Register a DDP hook that averages gradients in `reduce_dtype`, unless DDP has a hook."""

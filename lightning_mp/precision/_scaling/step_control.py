@@ -2,15 +2,15 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["HeldSchedule", "hold_global_step", "hold_schedules"]
+__all__ = ["HeldSchedule", "hold_global_step"]
 
 
 class HeldSchedule(LRSchedulerConfig):
@@ -23,10 +23,7 @@ class HeldSchedule(LRSchedulerConfig):
 
     def __init__(self, config: LRSchedulerConfig, is_held: Callable[[], bool]) -> None:
         self._is_held = is_held
-        super().__init__(
-            # All fields of the installed version of Lightning.
-            **{f.name: getattr(config, f.name) for f in dataclasses.fields(LRSchedulerConfig)}
-        )
+        super().__init__(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
 
     @property
     def frequency(self) -> int:
@@ -37,11 +34,6 @@ class HeldSchedule(LRSchedulerConfig):
     @frequency.setter
     def frequency(self, value: int) -> None:
         self._frequency = value
-
-
-def hold_schedules(configs: Sequence[Any], is_held: Callable[[], bool]) -> list[LRSchedulerConfig]:
-    """Return configurations whose step-wise schedules do not advance while `is_held()`."""
-    return [HeldSchedule(config, is_held) for config in configs]
 
 
 def hold_global_step(model: "pl.LightningModule") -> None:
