@@ -130,7 +130,7 @@ def sweep_launches(width: int, objective: str = "softmax", autotune: bool = Fals
         image, text = (torch.empty(ROWS, width, dtype=torch.bfloat16) for _ in range(2))
         loss = LOSSES[objective](backend="triton", autotune=autotune)
         call_loss(loss, image.requires_grad_(), text.requires_grad_(), torch.empty(()))
-    # The twin with two exponentials returns at once, and multiplies only where one would overflow.
+    # The variant with two exponentials returns at once unless one exponential would overflow.
     return [
         launch
         for launch in launches.values()

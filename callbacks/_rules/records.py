@@ -55,7 +55,7 @@ class StepFacts:
     skipped: bool | None = None  # whether scaler or precision plugin skipped the step
 
     @property
-    def whose(self) -> str:
+    def of_optimizer(self) -> str:
         """Words that name the optimizer, if there are several optimizers."""
         return f" of optimizer {self.optimizer}" if self.optimizer else ""
 

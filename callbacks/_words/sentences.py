@@ -121,26 +121,26 @@ MESSAGES = {
     "temperature_clamped": "The logit scale of `{tensor}` has been {value:.4g} in the last "
     "{samples} samples. It has reached its limit.",
     # --- SpikeGuard ------------------------------------------------------------------------------
-    "divergence": "The median loss{whose} over {window} steps has risen to {value:.4g} from its "
-    "best of {best:.4g} around step {best_step:.0f}. It exceeds {threshold:.4g}, which noise does "
-    "not explain, and more than half of the improvement since the start is lost.",
-    "divergence, from start": "The median loss{whose} over {window} steps has risen to "
+    "divergence": "The median loss{of_optimizer} over {window} steps has risen to {value:.4g} "
+    "from its best of {best:.4g} around step {best_step:.0f}. It exceeds {threshold:.4g}, which "
+    "noise does not explain, and more than half of the improvement since the start is lost.",
+    "divergence, from start": "The median loss{of_optimizer} over {window} steps has risen to "
     "{value:.4g} from {best:.4g} at the start, and was never below its start. Noise explains at "
     "most {threshold:.4g}.",
-    "stalled_loss": "The loss{whose} rose from {start:.4g} to {peak:.4g} in the first steps. "
-    "After {steps:count step}, it is {value:.4g} and was never clearly below its start.",
-    "stalled_loss, long": "The loss{whose} is {value:.4g} after {steps:count step} and was never "
-    "clearly below its start, {start:.4g}.",
-    "gradient_trend": "The median gradient norm{whose} over {window} steps has risen to "
+    "stalled_loss": "The loss{of_optimizer} rose from {start:.4g} to {peak:.4g} in the first "
+    "steps. After {steps:count step}, it is {value:.4g} and was never clearly below its start.",
+    "stalled_loss, long": "The loss{of_optimizer} is {value:.4g} after {steps:count step} and was "
+    "never clearly below its start, {start:.4g}.",
+    "gradient_trend": "The median gradient norm{of_optimizer} over {window} steps has risen to "
     "{value:.4g}, {times:.1f} times its minimum of {lowest:.4g} around step {lowest_step:.0f}. It "
     "has been rising for {span} steps, while the loss is above its best.",
-    "level_shift": "The {tensor}{whose} was above its limit of {threshold:.4g} for {patience} "
-    "steps in a row. The guard accepts its value, {value:.4g}, as the new level. Spikes are "
-    "reported again after {again} steps.",
-    "non_finite_run": "No step{whose} was finite for {value:.0f} steps in a row, so weights or "
-    "optimizer states are probably lost.",
-    "non_finite_run, skipped": "No step{whose} was finite for {value:.0f} steps in a row. The "
-    "loss scaler skipped all of them, so weights and optimizer states are unchanged.",
+    "level_shift": "The {tensor}{of_optimizer} was above its limit of {threshold:.4g} for "
+    "{patience} steps in a row. The guard accepts its value, {value:.4g}, as the new level. "
+    "Spikes are reported again after {again} steps.",
+    "non_finite_run": "No step{of_optimizer} was finite for {value:.0f} steps in a row, so "
+    "weights or optimizer states are probably lost.",
+    "non_finite_run, skipped": "No step{of_optimizer} was finite for {value:.0f} steps in a row. "
+    "The loss scaler skipped all of them, so weights and optimizer states are unchanged.",
     "rewind_to_step": "Training rewound by {undone:count step} to the checkpoint before step "
     "{value:.0f}, and skipped {left_out} more batches.",
     "rewind_to_step, short": "Training rewound by {undone:count step} to the checkpoint before "
@@ -148,16 +148,18 @@ MESSAGES = {
     "steps before.",
     "rewind_failed": "No checkpoint could be read, so training continues without a rewind.",
     "rewind_lost": "{value:.0f} of the checkpoints for a rewind could not be read.",
-    "non_finite_loss": "The loss{whose} is {value}.",
-    "non_finite_loss, known": "The loss{whose} is {value}. Its median before was {median:.4g}.",
-    "non_finite_gradient": "The gradient norm{whose} is {value}, although the loss is finite. One "
-    "of the non-finite gradients is that of `{tensor}`.",
-    "loss_spike": "The loss{whose} is {value:.4g}, its median over the last {window} healthy steps "
-    "is {median:.4g}, and the limit of {threshold:.4g} is exceeded (z = {z:.1f}, threshold "
-    "{z_threshold:g}).",
-    "gradient_spike": "The gradient norm{whose} is {value:.4g}, its median over the last {window} "
+    "non_finite_loss": "The loss{of_optimizer} is {value}.",
+    "non_finite_loss, known": "The loss{of_optimizer} is {value}. Its median before was "
+    "{median:.4g}.",
+    "non_finite_gradient": "The gradient norm{of_optimizer} is {value}, although the loss is "
+    "finite. One of the non-finite gradients is that of `{tensor}`.",
+    "loss_spike": "The loss{of_optimizer} is {value:.4g}, its median over the last {window} "
     "healthy steps is {median:.4g}, and the limit of {threshold:.4g} is exceeded (z = {z:.1f}, "
-    "threshold {z_threshold:g}). The largest gradient is that of `{tensor}`, {largest_norm:.4g}.",
+    "threshold {z_threshold:g}).",
+    "gradient_spike": "The gradient norm{of_optimizer} is {value:.4g}, its median over the last "
+    "{window} healthy steps is {median:.4g}, and the limit of {threshold:.4g} is exceeded (z = "
+    "{z:.1f}, threshold {z_threshold:g}). The largest gradient is that of `{tensor}`, "
+    "{largest_norm:.4g}.",
 }
 # Sentences that follow a message (`Verdict.also`), or its remedies (`Verdict.remedies`).
 SENTENCES = {

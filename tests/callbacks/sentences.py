@@ -28,7 +28,7 @@ SAMPLES: dict[str, Any] = {
     **{"most": 10.0, "undone": 120, "left_out": 80, "wanted": 100, "amax": 40000.0},
     **{"largest": 65504.0, "dtype": "float16", "lower_rate": 5e-4, "lower_scale": 256.0},
     **{"higher_scale": 4096, "owner": "layers.0.mlp", "lower_eps": 1e-11, "norm_limit": 4.0},
-    **{"whose": "", "best": 1.2, "best_step": 400, "start": 3.2, "peak": 5.1, "steps": 96},
+    **{"of_optimizer": "", "best": 1.2, "best_step": 400, "start": 3.2, "peak": 5.1, "steps": 96},
     **{"lowest": 0.4, "lowest_step": 300, "times": 12.5, "span": 128, "subnormal": 0.15},
     **{"overflow": 1700, "patience": 16, "again": 64, "first_bad": 185, "median": 1.0, "z": 14.0},
     **{"rate": 1e-3, "rewinds": 1, "max_rewinds": 3, "z_threshold": 6.0, "largest_norm": 29.5},

@@ -45,7 +45,7 @@ def test_callbacks_have_no_sentences_outside_words() -> None:
 def test_several_remedies_are_alternatives() -> None:
     clip = "Clip updates with `SafeAdamW(clip_update_rms=1.0)`."
     numbers = dict.fromkeys(("median", "z", "z_threshold", "window", "rate", "fitting_rate"), 1.0)
-    verdict = Verdict("loss_spike", 9.0, 3.0, numbers={**numbers, "whose": ""})
+    verdict = Verdict("loss_spike", 9.0, 3.0, numbers={**numbers, "of_optimizer": ""})
     one = replace(verdict, remedies=("safe adam",))
     two = replace(verdict, remedies=("safe adam", "lower rate"))
     assert words_for(one, ())[1] == clip

@@ -1,1 +1,1 @@
-"""Half weights: working copies of fp32 ones, and those of `PureFP16` with what rounding takes."""
+"""Half weights: half-precision copies of fp32 weights, and weights with residuals (`PureFP16`)."""
