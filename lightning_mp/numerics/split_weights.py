@@ -8,7 +8,7 @@ represent, `u` the unit of residuals.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ def split_weight(master: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     weight, unit = master.to(half), residual_unit(half)
     plain = weight.float()
-    residual = (master - plain).div_(unit).to(half).float()
+    residual = (master - plain).mul_(1 / unit).to(half).float()
     # One residual in 8000 rounds up to half a ULP of its weight. The sum may then round to the
     # weight's neighbour, and a resumed run would compute with the neighbour. Such a residual is
     # replaced by the next smaller value.
@@ -59,7 +59,7 @@ def split_weight(master: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
     # 0.6 eps is 0.6 to 1.2 ULP anywhere in a binade, which rounds to one ULP.
     residual.mul_(torch.rsub(is_neighbour, 1, alpha=0.6 * torch.finfo(half).eps))
     # The residual of a finite weight is finite.
-    return weight, residual.to(half).nan_to_num_(0.0, 0.0, 0.0)
+    return weight, residual.nan_to_num_(0.0, 0.0, 0.0).to(half)
 
 
 def join_weight(weight: Tensor, residual: Tensor) -> Tensor:
@@ -73,44 +73,56 @@ def join_weight(weight: Tensor, residual: Tensor) -> Tensor:
     return plain.addcmul_(rest, is_current, value=unit)
 
 
-def split_weights(masters: Sequence[Tensor], half: torch.dtype) -> list[tuple[Tensor, ...]]:
-    """Split several tensors, with small tensors batched; bitwise equal to `split_weight`."""
-    return _batched(lambda flat: split_weight(flat, half), list(zip(masters, strict=True)))
+def split_weights(
+    masters: Sequence[Tensor], half: torch.dtype
+) -> Iterator[tuple[list[int], Sequence[Tensor], Sequence[Tensor]]]:
+    """Split several tensors, with small tensors batched; bitwise equal to `split_weight`.
+
+    Yields:
+        The indices of the tensors of a batch, their weights and their residuals. A caller that
+        copies the results of a batch before the next batch needs no memory for all of them.
+    """
+    for members, (flat,) in _batches(list(zip(masters, strict=True))):
+        like = [masters[index] for index in members]
+        weights, residuals = (_parts(output, like) for output in split_weight(flat, half))
+        yield members, weights, residuals
 
 
 def join_weights(weights: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:
     """Join several tensors, with small tensors batched; bitwise equal to `join_weight`."""
-    rows = list(zip(weights, residuals, strict=True))
-    return [value for (value,) in _batched(lambda *flat: (join_weight(*flat),), rows)]
+    values: dict[int, Tensor] = {}
+    for members, (weight, residual) in _batches(list(zip(weights, residuals, strict=True))):
+        parts = _parts(join_weight(weight, residual), [weights[index] for index in members])
+        values.update(zip(members, parts, strict=True))
+    return [values[index] for index in range(len(values))]
 
 
-def _batched(
-    function: Callable[..., tuple[Tensor, ...]], rows: Sequence[tuple[Tensor, ...]]
-) -> list[tuple[Tensor, ...]]:
-    """Apply an elementwise function to the tensors of each row, with small tensors batched."""
+def _batches(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """Yield the indices of the rows of each batch, and one vector for each column of the rows."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     chunks = SmallChunks()
     for index, row in enumerate(rows):
         first = row[0]
         chunk = chunks.of((first.device, first.dtype), *row)
         groups[index if chunk is None else chunk].append(index)
-    results: dict[int, tuple[Tensor, ...]] = {}
     for members in groups.values():
-        if len(members) == 1:
-            results[members[0]] = function(*rows[members[0]])
-            continue
-        like = [rows[index][0] for index in members]
         columns = zip(*(rows[index] for index in members), strict=True)
-        outputs = function(*map(_flattened, columns))
-        parts = [_unflatten_dense_tensors(output, like) for output in outputs]
-        results.update(zip(members, zip(*parts, strict=True), strict=True))
-    return [results[index] for index in range(len(rows))]
+        yield members, [_flattened(column) for column in columns]
+
+
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    if len(like) == 1:  # of any size, and not flattened
+        return [flat]
+    parts: Sequence[Tensor] = _unflatten_dense_tensors(flat, like)
+    return parts
 
 
 def _flattened(tensors: Sequence[Tensor]) -> Tensor:
     """Return contiguous tensors as one vector, without a copy if they are adjacent in memory."""
     # The results of `_batched` for a group are such views of one vector.
     first, end = tensors[0], tensors[0].data_ptr()
+    if len(tensors) == 1:
+        return first
     is_adjacent = tensors[-1].untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
     for tensor in tensors:
         is_adjacent = is_adjacent and tensor.data_ptr() == end

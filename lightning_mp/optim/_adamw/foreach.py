@@ -231,9 +231,9 @@ def round_weights(
         if weights is not params:
             _commit(params, weights, skip)
     elif residuals:
-        split = split_weights(weights, half)
-        _commit(params, [weight for weight, _ in split], skip)
-        _commit(residuals, [rest for _, rest in split], skip)
+        for members, split, rests in split_weights(weights, half):
+            _commit([params[index] for index in members], split, skip)
+            _commit([residuals[index] for index in members], rests, skip)
     elif rounding == "stochastic":
         generator = torch.Generator(params[0].device)
         rounded = [

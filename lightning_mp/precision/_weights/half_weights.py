@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.numerics.split_weights import join_weight, join_weights, split_weight
+from lightning_mp.numerics.split_weights import join_weights, split_weight, split_weights
 from lightning_mp.optim._adamw.foreach import mix_seed, round_weights
 from lightning_mp.optim.fp32_states import widen_state
 from lightning_mp.optim.safe_adamw import SafeAdamW
@@ -65,7 +65,7 @@ class HalfWeights:
         """Return a new fp32 tensor with the value of a weight and its residual."""
         residual = self._residual_of(parameter)
         weight = parameter.detach()
-        return weight.float() if residual is None else join_weight(weight, residual)
+        return weight.float() if residual is None else join_weights([weight], [residual])[0]
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -280,8 +280,8 @@ class HalfWeights:
             self._swap_in(optimizer)
         try:
             for parameter, _, stand_in in self._stand_ins:
-                if parameter.grad is not None:
-                    stand_in.grad = parameter.grad.float()
+                if (grad := parameter.grad) is not None:
+                    stand_in.grad = grad if grad.dtype == torch.float32 else grad.float()
             yield
             # Not after an exception, so that weights stay unchanged.
             self._round(optimizer)
@@ -307,16 +307,16 @@ class HalfWeights:
     def _round(self, optimizer: Optimizer) -> None:
         """Split the values of the stand-ins into weights and residuals."""
         places = {id(each): index for index, each in enumerate(parameters_of(optimizer))}
-        kept: list[tuple[Tensor, Tensor, Tensor]] = []
-        for parameter, residual, stand_in in self._stand_ins:
-            if residual is not None:
-                kept.append((parameter, residual, stand_in))
-            else:
-                seed = mix_seed(self.writes, places[id(stand_in)])
-                round_weights([parameter], [], [stand_in], self.write_back, seed)
-        if kept:
-            weights, residuals, values = map(list, zip(*kept, strict=True))
-            round_weights(weights, residuals, values, self.write_back, 0)
+        for parameter, residual, value in self._stand_ins:
+            if residual is None:
+                seed = mix_seed(self.writes, places[id(value)])
+                round_weights([parameter], [], [value], self.write_back, seed)
+        kept = [(p, value) for p, residual, value in self._stand_ins if residual is not None]
+        for members, weights, rests in split_weights([value for _, value in kept], self.half):
+            parameters = [kept[index][0] for index in members]
+            torch._foreach_copy_(parameters, weights)
+            for parameter, rest in zip(parameters, rests, strict=True):
+                self._ledger.open(parameter).beside = rest
         self.writes += self.write_back == "stochastic" and bool(self._stand_ins)
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
