@@ -49,9 +49,6 @@ __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "Instab
 _FOLLOWS = frozenset(
     f"{what}_non_finite" for what in ("activation", "output_gradient", "buffer", "optimizer_state")
 ) | {"non_finite_loss", "non_finite_gradient", "non_finite_run"}
-# Fields of an alarm that are those of its step and of its verdict.
-_OF_STEP = ("step", "epoch", "batch_idx", "rank")
-_OF_VERDICT = ("kind", "severity", "tensor", "value", "threshold")
 _WITH = " with "  # precedes the digest of arguments in a key
 
 
@@ -180,12 +177,19 @@ class InstabilityMonitor(Learning, pl.Callback):
         message, remedy = words_for(verdict, tags_of(trainer, facts), **numbers_of(trainer, facts))
         keeper = None if is_note else self.recorder.batches
         alarm = Alarm(
+            step=facts.step,
+            epoch=facts.epoch,
+            batch_idx=facts.batch_idx,
+            rank=facts.rank,
             monitor=type(self).__name__,
+            kind=verdict.kind,
+            severity=verdict.severity,
+            tensor=verdict.tensor,
+            value=verdict.value,
+            threshold=verdict.threshold,
             message=message,
             remedy=remedy,
             batch_path=None if keeper is None else keeper.save(trainer, facts),
-            **{name: getattr(facts, name) for name in _OF_STEP},
-            **{name: getattr(verdict, name) for name in _OF_VERDICT},
         )
         saved = usage("batch_saved", path=alarm.batch_path) if alarm.batch_path else ""
         text = " ".join(filter(None, (f"{alarm.place}:", message, remedy, saved)))
