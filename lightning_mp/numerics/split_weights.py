@@ -75,7 +75,7 @@ def join_weight(weight: Tensor, residual: Tensor) -> Tensor:
 
 def split_weights(
     masters: Sequence[Tensor], half: torch.dtype
-) -> Iterator[tuple[list[int], Sequence[Tensor], Sequence[Tensor]]]:
+) -> Iterator[tuple[list[int], tuple[Tensor, ...], tuple[Tensor, ...]]]:
     """Split several tensors, with small tensors batched; bitwise equal to `split_weight`.
 
     Yields:
@@ -110,10 +110,10 @@ def _batches(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[list[int], li
         yield members, [_flattened(column) for column in columns]
 
 
-def _parts(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if len(like) == 1:  # of any size, and not flattened
-        return [flat]
-    parts: Sequence[Tensor] = _unflatten_dense_tensors(flat, like)
+        return (flat,)
+    parts: tuple[Tensor, ...] = _unflatten_dense_tensors(flat, like)
     return parts
 
 

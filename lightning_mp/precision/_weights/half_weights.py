@@ -313,10 +313,10 @@ class HalfWeights:
                 round_weights([parameter], [], [value], self.write_back, seed)
         kept = [(p, value) for p, residual, value in self._stand_ins if residual is not None]
         for members, weights, rests in split_weights([value for _, value in kept], self.half):
-            parameters = [kept[index][0] for index in members]
+            parameters: list[Tensor] = [kept[index][0] for index in members]
             torch._foreach_copy_(parameters, weights)
-            for parameter, rest in zip(parameters, rests, strict=True):
-                self._ledger.open(parameter).beside = rest
+            for index, rest in zip(members, rests, strict=True):
+                self._ledger.open(kept[index][0]).beside = rest
         self.writes += self.write_back == "stochastic" and bool(self._stand_ins)
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
