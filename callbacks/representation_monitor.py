@@ -118,16 +118,19 @@ class RepresentationMonitor(SamplingMonitor):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.is_due(step_of(trainer)):
             for name, loss in self._losses.items():
-                self.recorder.hooks.on_input(loss, partial(self._add_call, name))
+                receive = partial(self._add_call, name)
+                hook = loss.register_forward_pre_hook(receive, with_kwargs=True)
+                self.recorder.hooks.enter_context(hook)
             for name, tower in self._towers.items():
-                self.recorder.hooks.on_output(tower, partial(self._add_output, name))
+                hook = tower.register_forward_hook(partial(self._add_output, name))
+                self.recorder.hooks.enter_context(hook)
 
-    def _add_output(self, name: str, output: Any) -> None:
+    def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         found = next((t for t in tensors_in(output) if t.is_floating_point() and t.ndim > 1), None)
         if found is not None:
             self._add(name, found)
 
-    def _add_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _add_call(self, name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = dict(zip((*_FEATURES, "logit_scale"), args, strict=False)) | kwargs
         received = [given.get(each) for each in _FEATURES]
         tensors = [x for x in received if isinstance(x, Tensor) and x.ndim == 2 and len(x)]

@@ -168,9 +168,10 @@ class TensorCollector(SamplingMonitor):
         if "outputs" in self.collect and self.is_due(step_of(trainer)):
             for name, module in self._modules.items():
                 self._outputs.setdefault(name, [])
-                self.recorder.hooks.on_output(module, partial(self._add_output, name))
+                hook = module.register_forward_hook(partial(self._add_output, name))
+                self.recorder.hooks.enter_context(hook)
 
-    def _add_output(self, name: str, output: Any) -> None:
+    def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         self._outputs[name] += [self._row(t) for t in tensors_in(output) if t.dtype in VALUE_DTYPES]
 
     @override

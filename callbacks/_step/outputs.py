@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.callbacks._step.batches import tensors_in
-from lightning_mp.callbacks._step.hooks import Hooks
+from lightning_mp.callbacks._step.functions import FunctionMode
 from lightning_mp.callbacks._step.sampling import merge_rows, pack_stats
 from lightning_mp.numerics.floats import VALUE_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import StatField
@@ -38,18 +39,20 @@ class OutputSampler:
     norms: Mapping[str, nn.Module] = field(default_factory=dict)
     callers: Mapping[str, nn.Module] = field(default_factory=dict)  # that may call attention
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
-    _hooks: Hooks = field(default_factory=Hooks, init=False)  # of the recorder
+    _hooks: ExitStack = field(default_factory=ExitStack, init=False)  # of the recorder
     _rows: dict[OutputKey, list[Tensor]] = field(default_factory=dict, init=False)
 
-    def start(self, hooks: Hooks) -> None:
+    def start(self, hooks: ExitStack) -> None:
         """Register the hooks; rows of earlier batches of the step are kept."""
         self._hooks = hooks
         for name, module in self.modules.items():
-            hooks.on_output(module, partial(self._add_output, name))
+            hook = module.register_forward_hook(partial(self._add_output, name))
+            hooks.enter_context(hook)
         for name, module in self.norms.items():  # before a precision plugin casts the input
-            hooks.on_input(module, partial(self._add_norm_input, name), is_first=True)
+            receive = partial(self._add_norm_input, name)
+            hooks.enter_context(module.register_forward_pre_hook(receive, prepend=True))
         if self.callers and (self.modules or self.norms):
-            hooks.on_functions(self.callers, self._add_function)
+            hooks.enter_context(FunctionMode(self.callers, self._add_function))
 
     def take(self) -> tuple[list[OutputKey], Tensor] | None:
         """Return the rows of `pack_stats` since the last call; `None` if there are none."""
@@ -59,15 +62,16 @@ class OutputSampler:
             return None
         return list(rows), torch.stack([merge_rows(torch.cat(each)) for each in rows.values()])
 
-    def _add_output(self, name: str, output: Any) -> None:
+    def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         for tensor in self._add(name, "activation", output):
             if self.backward and tensor.requires_grad:
-                self._hooks.on_gradient(tensor, partial(self._add_gradient, name))
+                hook = tensor.register_hook(partial(self._add_gradient, name))
+                self._hooks.enter_context(hook)
 
     def _add_gradient(self, name: str, gradient: Tensor) -> None:
         self._add(name, "output_gradient", gradient)
 
-    def _add_norm_input(self, name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+    def _add_norm_input(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
         self._add(name, "norm_input", args[:1])
 
     def _add_function(self, name: str, values: Mapping[str, Tensor]) -> None:

@@ -5,7 +5,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from lightning_mp.callbacks._rules.records import Alarm, Sample, StepFacts
 from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
-from lightning_mp.callbacks._step.hooks import Hooks
 from lightning_mp.callbacks._step.training_state import (
     Moment,
     TrainingStep,
@@ -75,8 +74,8 @@ class FactsRecorder(pl.Callback):
     def __init__(self) -> None:
         self.highest_rates: dict[int, float] = {}  # by optimizer; monitors save it in checkpoints
         self._names: dict[int, str] = {}
-        self.hooks = Hooks()  # until the end of the batch
-        self.step_hooks = Hooks()  # until the end of training
+        self.hooks = ExitStack()  # until the end of the batch
+        self.step_hooks = ExitStack()  # until the end of training
         self._readback = AsyncReadback()
         self._reset()
 
@@ -159,11 +158,11 @@ class FactsRecorder(pl.Callback):
             self.batches = BatchKeeper(trainer)
         if isinstance(scaler_of(trainer), torch.amp.GradScaler):
             for each in trainer.optimizers:
-                self.step_hooks.on_step(each, self._called)
+                self.step_hooks.enter_context(each.register_step_pre_hook(self._called))
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, _: Any, batch: Any, batch_idx: int) -> None:
-        self.hooks.remove()  # if a callback has skipped the rest of an epoch
+        self.hooks.close()  # if a callback has skipped the rest of an epoch
         self.now = facts_of(trainer, batch_idx)
         if self.batches is not None:
             oldest = 0 if self.newest is None else self.newest.step - _LATE
@@ -218,7 +217,7 @@ class FactsRecorder(pl.Callback):
     @override
     @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, *__: Any) -> None:
-        self.hooks.remove()
+        self.hooks.close()
         loss = loss_in(outputs)
         if self._pending and not self._pending[-1].has_loss and loss is not None:
             # In manual optimization, a backward may bypass Lightning.
@@ -249,8 +248,8 @@ class FactsRecorder(pl.Callback):
     # --- inside ----------------------------------------------------------------------------------
 
     def _remove_hooks(self) -> None:
-        self.hooks.remove()
-        self.step_hooks.remove()
+        self.hooks.close()
+        self.step_hooks.close()
 
     def _observe(self, moment: Moment) -> None:
         step = self.step

@@ -46,7 +46,9 @@ class StepSkipper:
         elif self._takes_found_inf(optimizer):
             if optimizer not in self._seen:
                 self._seen.add(optimizer)
-                recorder_of(trainer).step_hooks.on_step(optimizer, self._merge, self._clear)
+                hooks = recorder_of(trainer).step_hooks
+                hooks.enter_context(optimizer.register_step_pre_hook(self._merge))
+                hooks.enter_context(optimizer.register_step_post_hook(self._clear))
             self._flags[optimizer] = flag
             scaler = scaler_of(trainer)
             # A `GradScaler` sets `found_inf` just before the step; a hook merges the two.

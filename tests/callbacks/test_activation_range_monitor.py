@@ -1,6 +1,7 @@
 """`ActivationRangeMonitor` reports activations near a limit of their dtype, and clamped values."""
 
 import dataclasses
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch.optim import SGD
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
 from lightning_mp.callbacks import ActivationRangeMonitor
 from lightning_mp.callbacks._step.batches import tensors_in
-from lightning_mp.callbacks._step.hooks import Hooks
 from lightning_mp.callbacks._step.outputs import OutputSampler
 from lightning_mp.numerics.tensor_stats import StatField
 from tests.callbacks.models import Watched, first, kinds, perceptron, watch
@@ -138,13 +138,12 @@ def test_outputs_in_any_container_are_measured(wrap: Any) -> None:
 
     module, x = Wrapping(), torch.tensor([1.0, -8.0, 0.0])
     sampler = OutputSampler(modules={"m": module}, backward=False, max_calls=2)
-    hooks = Hooks()
-    sampler.start(hooks)
-    module(x)
-    module(x * 2)
-    module(x * 4)  # beyond `max_calls`
-    sampled = sampler.take()
-    hooks.remove()
+    with ExitStack() as hooks:
+        sampler.start(hooks)
+        module(x)
+        module(x * 2)
+        module(x * 4)  # beyond `max_calls`
+        sampled = sampler.take()
     assert sampled is not None
     keys, table = sampled
     assert [(key.name, key.kind, key.dtype) for key in keys] == [("m", "activation", torch.float32)]
