@@ -5,7 +5,7 @@ tags hold: tags of the verdict or of the run (`tags_of`). `tests/callbacks/golde
 sentence with sample numbers.
 """
 
-__all__ = ["MESSAGES", "REMEDIES", "SENTENCES"]
+__all__ = ["MESSAGES", "REMEDIES", "SENTENCES", "SHARED"]
 
 MESSAGES = {
     # --- LossScaleMonitor ------------------------------------------------------------------------
@@ -191,33 +191,23 @@ SENTENCES = {
     "about `{located}`.",
 }
 
+# Sentences that several remedies contain, under the name of a field.
+SHARED = {
+    "keep_named": "Add `NonFiniteLocator()`, keep the module that it names in fp32 by "
+    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
+    "keep_named, locator": "Keep the module that `NonFiniteLocator` names in fp32 by "
+    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
+    "keep_tensor": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', '{tensor}'])`, or "
+    "train with `{plugin}(half='bf16')`.",
+    "find_source": "Add `NonFiniteLocator()` to find the source of these values.",
+}
 REMEDIES = {
-    "loss_scale_floor": "Check loss and data for NaN and for values far out of range. Add "
-    "`NonFiniteLocator()`, keep the module that it names in fp32 by "
-    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
-    "loss_scale_floor, locator": "Check loss and data for NaN and for values far out of range. "
-    "Keep the module that `NonFiniteLocator` names in fp32 by `{plugin}(fp32_modules=[...])`, or "
-    "train with `{plugin}(half='bf16')`.",
-    "loss_scale_floor, static": "Pass `{plugin}(loss_scale='dynamic')`. Add `NonFiniteLocator()`, "
-    "keep the module that it names in fp32 by `{plugin}(fp32_modules=[...])`, or train with "
-    "`{plugin}(half='bf16')`.",
-    "loss_scale_floor, static, locator": "Pass `{plugin}(loss_scale='dynamic')`. Keep the module "
-    "that `NonFiniteLocator` names in fp32 by `{plugin}(fp32_modules=[...])`, or train with "
-    "`{plugin}(half='bf16')`.",
-    "loss_scale_low, forward": "Add `NonFiniteLocator()`, keep the module that it names in fp32 by "
-    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
-    "loss_scale_low, forward, locator": "Keep the module that `NonFiniteLocator` names in fp32 by "
-    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
-    "loss_scale_low": "Lower the learning rate to {lower_rate:.3g} or double its warm-up. Add "
-    "`NonFiniteLocator()`, keep the module that it names in fp32 by "
-    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
-    "loss_scale_low, locator": "Lower the learning rate to {lower_rate:.3g} or double its warm-up. "
-    "Keep the module that `NonFiniteLocator` names in fp32 by `{plugin}(fp32_modules=[...])`, or "
-    "train with `{plugin}(half='bf16')`.",
-    "loss_scale_low, ending": "Add `NonFiniteLocator()`, keep the module that it names in fp32 by "
-    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
-    "loss_scale_low, ending, locator": "Keep the module that `NonFiniteLocator` names in fp32 by "
-    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
+    "loss_scale_floor": "Check loss and data for NaN and for values far out of range. {keep_named}",
+    "loss_scale_floor, static": "Pass `{plugin}(loss_scale='dynamic')`. {keep_named}",
+    "loss_scale_low": "Lower the learning rate to {lower_rate:.3g} or double its warm-up. "
+    "{keep_named}",
+    "loss_scale_low, forward": "{keep_named}",
+    "loss_scale_low, ending": "{keep_named}",
     "skip_rate": "Lower the learning rate to {lower_rate:.3g}, or pass "
     "`LossScaleConfig(max_scale={scale:g}, growth_interval=4000)`.",
     "skip_rate, ending": "Pass `LossScaleConfig(max_scale={scale:g}, growth_interval=4000)`.",
@@ -229,14 +219,10 @@ REMEDIES = {
     "`LossScaleConfig(init_scale={higher_scale:g})`, or train with `{plugin}(half='bf16')`.",
     "gradient_underflow, wide": "No gradient reaches the parameter. Check that its branch is used, "
     "and lower the learning rate if its activations have died.",
-    "activation_non_finite": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
-    "'{tensor}'])`, or train with `{plugin}(half='bf16')`. Add `NonFiniteLocator()` to find the "
-    "source of these values.",
-    "activation_non_finite, locator": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
-    "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
-    "activation_non_finite, wide": "Add `NonFiniteLocator()` to find the source of these values.",
-    "activation_headroom": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
-    "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
+    "activation_non_finite": "{keep_tensor} {find_source}",
+    "activation_non_finite, locator": "{keep_tensor}",
+    "activation_non_finite, wide": "{find_source}",
+    "activation_headroom": "{keep_tensor}",
     "activation_headroom, wide": "Put a norm before the module, or lower the learning rate to "
     "{lower_rate:.3g}.",
     "norm_input_headroom": "Keep the residual stream in fp32 if the plugin can, or train with "
@@ -261,22 +247,18 @@ REMEDIES = {
     "example with `reset_running_stats()`.",
     "buffer_non_finite": "Remove values that are not finite or far out of range from the batch, "
     "and reset the buffer, for example with `reset_running_stats()`.",
-    "activation_underflow": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
-    "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
+    "activation_underflow": "{keep_tensor}",
     "activation_clamped": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
     "'{tensor}'])`, or lower the learning rate to {lower_rate:.3g}.",
-    "activation_clamped, ending": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
-    "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
+    "activation_clamped, ending": "{keep_tensor}",
     "output_gradient_non_finite": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or train "
     "with `{plugin}(half='bf16')`.",
-    "output_gradient_non_finite, wide": "Add `NonFiniteLocator()` to find the source of these "
-    "values.",
+    "output_gradient_non_finite, wide": "{find_source}",
     "output_gradient_headroom": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or train with "
     "`{plugin}(half='bf16')`.",
     "output_gradient_headroom, wide": "Set `Trainer(gradient_clip_val=1.0)`, or lower the learning "
     "rate to {lower_rate:.3g}.",
-    "output_gradient_underflow": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
-    "'{tensor}'])`, or train with `{plugin}(half='bf16')`.",
+    "output_gradient_underflow": "{keep_tensor}",
     "update_rms": "Use `SafeAdamW(clip_update_rms=1.0)`, or Adam with `betas=(0.9, 0.95)`.",
     "below_epsilon": "Lower epsilon to {lower_eps:g} with states in fp32, or use "
     "`SafeAdamW(rule='atan2')`.",
@@ -328,13 +310,8 @@ REMEDIES = {
     "checkpoint before step {first_bad:.0f}.",
     "non_finite_run": "Resume from a checkpoint before step {first_bad:.0f}, or pass "
     "`SpikeGuard(action='rewind')`.",
+    "non_finite_run, skipped": "Check the data from step {first_bad:.0f} on. {keep_named}",
     "non_finite_run, rewinding": "Resume from a checkpoint before step {first_bad:.0f}.",
-    "non_finite_run, skipped": "Check the data from step {first_bad:.0f} on. Add "
-    "`NonFiniteLocator()`, keep the module that it names in fp32 by "
-    "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
-    "non_finite_run, skipped, locator": "Check the data from step {first_bad:.0f} on. Keep the "
-    "module that `NonFiniteLocator` names in fp32 by `{plugin}(fp32_modules=[...])`, or train with "
-    "`{plugin}(half='bf16')`.",
     "rewind_failed": "Resume from a checkpoint of your own, and pass `rewind_storage='memory'` or "
     "a `dirpath` on another disk.",
     "rewind_lost": "Pass `rewind_storage='memory'` or a `dirpath` on another disk.",

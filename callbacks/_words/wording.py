@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from lightning_mp.callbacks._rules.records import Verdict
-from lightning_mp.callbacks._words.sentences import MESSAGES, REMEDIES, SENTENCES
+from lightning_mp.callbacks._words.sentences import MESSAGES, REMEDIES, SENTENCES, SHARED
 
 __all__ = ["words_for"]
 
@@ -50,7 +50,10 @@ def words_for(verdict: Verdict, tags: Collection[str], **numbers: Any) -> tuple[
     message = [_choose(MESSAGES, verdict.kind, holds), *(SENTENCES[key] for key in verdict.also)]
     if verdict.numbers.get("count", 1) > 1 and "{count" not in message[0]:
         message.append(SENTENCES["count"])
-    return " ".join(message).format(**fields), " ".join(remedies).format(**fields)
+    remedy = " ".join(remedies)
+    for name in dict.fromkeys(key.partition(",")[0] for key in SHARED):
+        remedy = remedy.replace(f"{{{name}}}", _choose(SHARED, name, holds))
+    return " ".join(message).format(**fields), remedy.format(**fields)
 
 
 def _choose(table: dict[str, str], kind: str, holds: Collection[str]) -> str:

@@ -14,7 +14,7 @@ from lightning_mp.callbacks._locate.finding import NonFiniteSource
 from lightning_mp.callbacks._locate.trace import Seen, TracedCall
 from lightning_mp.callbacks._rules.records import Verdict
 from lightning_mp.callbacks._words import non_finite as locator
-from lightning_mp.callbacks._words.sentences import MESSAGES, REMEDIES, SENTENCES
+from lightning_mp.callbacks._words.sentences import MESSAGES, REMEDIES, SENTENCES, SHARED
 from lightning_mp.callbacks._words.usage import USAGE, usage
 from lightning_mp.callbacks._words.wording import words_for
 
@@ -33,6 +33,7 @@ SAMPLES: dict[str, Any] = {
     **{"overflow": 1700, "patience": 16, "again": 64, "first_bad": 185, "median": 1.0, "z": 14.0},
     **{"rate": 1e-3, "rewinds": 1, "max_rewinds": 3, "z_threshold": 6.0, "largest_norm": 29.5},
     **{"step": 200, "longer": 400, "fitting_rate": 5e-4, "clip_val": 1.2, "located": "layers.3"},
+    **{"tensor": "layers.0.mlp"},
     **{"located_step": 190, "strange": 4, "samples": 5, "even": 0.125, "other": "image"},
 }
 # Value and threshold of kinds that are not judged by a share.
@@ -89,7 +90,7 @@ def rules() -> Iterator[str]:
         said = [made[0][0] if key in MESSAGES else "", made[0][1] if key in REMEDIES else ""]
         single = [made[1][0]] if made[0][0] != made[1][0] and key in MESSAGES else []
         yield "\n".join([f"[{key}]", *filter(None, [*said, *single]), ""])
-    for key, text in SENTENCES.items():
+    for key, text in {**SENTENCES, **SHARED}.items():
         yield f"[{key}]\n{text.format(**SAMPLES)}\n"
 
 
