@@ -1,9 +1,8 @@
 """Modes that observe the ops of a run: ops that round in half precision, and work in fp32."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_mp.callbacks._step.functions import running_module
 from lightning_mp.precision._choice.op_tables import canonical_name
 from lightning_mp.precision._weights.half_module import cast_floats
 
@@ -22,10 +22,12 @@ __all__ = ["Fp32Work", "RoundingOps"]
 class RoundingOps(TorchFunctionMode):
     """Collects the ops that return another value in half precision than in fp32."""
 
-    def __init__(self, half: torch.dtype, device_type: str) -> None:
+    def __init__(
+        self, half: torch.dtype, device_type: str, modules: Iterable[tuple[str, nn.Module]]
+    ) -> None:
         super().__init__()
         self._half, self._device_type = half, device_type
-        self._running = [""]
+        self._names = {id(module): path for path, module in modules}
         # Paths of the modules that call each op; "" is `training_step` itself.
         self.callers: dict[str, tuple[str, ...]] = {}
 
@@ -33,11 +35,10 @@ class RoundingOps(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         output = func(*args, **kwargs)
         name = _name_of(getattr(func, "__name__", ""))
-        caller = self._running[-1]
-        known = self.callers.get(name, ())
-        is_half = isinstance(output, Tensor) and output.dtype is self._half
-        if name and is_half and caller not in known and self._differs(func, args, kwargs, output):
-            self.callers[name] = (*known, caller)
+        if name and isinstance(output, Tensor) and output.dtype is self._half:
+            caller, known = running_module(self._names) or "", self.callers.get(name, ())
+            if caller not in known and self._differs(func, args, kwargs, output):
+                self.callers[name] = (*known, caller)
         return output
 
     def _differs(self, func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> bool:
@@ -49,23 +50,6 @@ class RoundingOps(TorchFunctionMode):
         except Exception:  # the op does not accept fp32, so only a run can tell
             return True
         return not torch.equal(output.detach().float(), exact.float())
-
-    @contextmanager
-    def following(self, modules: Iterator[tuple[str, nn.Module]]) -> Iterator[None]:
-        """Track which of these modules is running, within the context."""
-
-        def leave(*_: Any) -> None:
-            self._running.pop()
-
-        with ExitStack() as stack:
-            for path, module in modules:
-                enter = partial(self._enter, path)
-                stack.enter_context(module.register_forward_pre_hook(enter, prepend=True))
-                stack.enter_context(module.register_forward_hook(leave, always_call=True))
-            yield
-
-    def _enter(self, path: str, *_: Any) -> None:
-        self._running.append(path)
 
 
 @lru_cache(maxsize=4096)

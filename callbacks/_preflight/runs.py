@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp._nested import map_tensors, open_container, tensors_in
-from lightning_mp.callbacks._preflight.ops import Fp32Work, RoundingOps
+from lightning_mp.callbacks._preflight.ops import RoundingOps
 from lightning_mp.callbacks._preflight.result import Remedy
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in
 from lightning_mp.callbacks._step.training_state import loss_scale_of
@@ -117,63 +117,51 @@ class Runs:
             return self._run(cast_floats(batch, torch.float32), nullcontext(), 1.0, records)
 
     def in_half(self, remedy: Remedy = _NOTHING, *, records: bool = False) -> Run:
-        """Run as the plugin does, with the settings of a remedy."""
-        if remedy.half is not None:
-            return self._in_balanced_amp(remedy.half, records)
-        batch = self.plugin.convert_input(self.batch)
+        """Run as the plugin does, or a `BalancedAMP`, with the settings of a remedy."""
         scale = self.scale if remedy.loss_scale is None else remedy.loss_scale
-        context = self._in_plugin(remedy.fp32_ops)
-        recompute = self._recompute_context(remedy.fp32_ops)
-        return self._run(batch, context, scale, records, recompute, self._changed(remedy))
-
-    def fp32_work(self, remedy: Remedy) -> float:
-        """Return the work in fp32 of the run with a remedy, forward and backward."""
-        work = Fp32Work()
-        with work:
-            self.in_half(remedy)
-        return work.total
+        with ExitStack() as stack:
+            if remedy.half is None:
+                batch = self.plugin.convert_input(self.batch)
+            else:
+                scale = _DEFAULT_SCALE if remedy.half == torch.float16 else 1.0
+                stack.enter_context(fp32_weights(self.module.modules()))
+                batch = cast_floats(self.batch, torch.float32)
+            context, recompute = self._forward_context(remedy), self._recompute_context(remedy)
+            return self._run(batch, context, scale, records, recompute, self._changed(remedy))
 
     def rounding_ops(self) -> dict[str, tuple[str, ...]]:
         """Return the ops that round in half precision and that `fp32_ops` can move, with callers.
 
-        Empty if the plugin computes on half weights, for which it has no op policy.
+        Empty if the plugin computes on half weights, for which it has no op policy, or if the run
+        fails.
         """
         if self.is_true_half or self.half is None:
             return {}
-        ops = RoundingOps(self.half, self._device_type)
+        ops = RoundingOps(self.half, self._device_type, self.named_modules())
+        batch, context = self.plugin.convert_input(self.batch), self.plugin.forward_context()
+        with suppress(RuntimeError):
+            self._run(batch, context, self.scale, False, self._recompute_context(), ops)
+            return ops.callers
+        return {}
 
-        @contextmanager
-        def watched() -> Iterator[None]:
-            with self.plugin.forward_context(), ops.following(self.named_modules()), ops:
-                yield
-
-        batch = self.plugin.convert_input(self.batch)
-        self._run(batch, watched(), self.scale, False, self._recompute_context())
-        return ops.callers
-
-    def _in_balanced_amp(self, half: torch.dtype, records: bool) -> Run:
-        """Run as `BalancedAMP` with default settings does."""
-        policy = OpPolicy()
-        scale = _DEFAULT_SCALE if half == torch.float16 else 1.0
-        with fp32_weights(self.module.modules()):
-            context = policy.context(self._device_type, half)
-            recompute = policy.recompute_context(self._device_type)
-            batch = cast_floats(self.batch, torch.float32)
-            return self._run(batch, context, scale, records, recompute)
-
-    def _policy(self, fp32_ops: Sequence[str]) -> OpPolicy:
-        """Return the plugin's op policy with further ops in fp32."""
+    def _policy(self, remedy: Remedy) -> OpPolicy | None:
+        """Return the op policy of a remedy in place of the plugin's, `None` for the plugin's."""
+        if remedy.half is not None:
+            return OpPolicy()
+        if not remedy.fp32_ops:
+            return None
         policy = getattr(self.plugin, "policy", OpPolicy())
-        half_ops = [op for op in policy.half_ops if op not in fp32_ops]
-        return replace(policy, fp32_ops=(*policy.fp32_ops, *fp32_ops), half_ops=half_ops)
+        half_ops = [op for op in policy.half_ops if op not in remedy.fp32_ops]
+        return replace(policy, fp32_ops=(*policy.fp32_ops, *remedy.fp32_ops), half_ops=half_ops)
 
     @contextmanager
-    def _in_plugin(self, fp32_ops: Sequence[str]) -> Iterator[None]:
-        """Compute as the plugin does, with further ops in fp32."""
-        with self.plugin.forward_context(), ExitStack() as stack:
-            if fp32_ops and self.half is not None:
-                policy = self._policy(fp32_ops)
-                stack.enter_context(policy.context(self._device_type, self.half))
+    def _forward_context(self, remedy: Remedy) -> Iterator[None]:
+        policy, half = self._policy(remedy), remedy.half or self.half
+        with ExitStack() as stack:
+            if remedy.half is None:
+                stack.enter_context(self.plugin.forward_context())
+            if policy is not None and half is not None:
+                stack.enter_context(policy.context(self._device_type, half))
             yield
 
     @contextmanager
@@ -226,10 +214,10 @@ class Runs:
         tensors = [output, *found]
         return [torch.empty(0) if x is None else x.detach().float() for x in tensors]
 
-    def _recompute_context(self, fp32_ops: Sequence[str] = ()) -> AbstractContextManager[Any]:
+    def _recompute_context(self, remedy: Remedy = _NOTHING) -> AbstractContextManager[Any]:
         """Return the context of a backward, in which checkpoints recompute their forward."""
-        if fp32_ops:
-            return self._policy(fp32_ops).recompute_context(self._device_type)
+        if (policy := self._policy(remedy)) is not None:
+            return policy.recompute_context(self._device_type)
         if isinstance(self.plugin, ScaledPrecision):
             return self.plugin._recompute_context()
         return nullcontext()

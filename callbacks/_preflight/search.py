@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_mp.callbacks._preflight.measure import error_of, module_errors, relative
+from lightning_mp.callbacks._preflight.ops import Fp32Work
 from lightning_mp.callbacks._preflight.result import MATTERS, Preflight, Remedy
 from lightning_mp.callbacks._preflight.runs import Run, Runs
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
@@ -62,7 +63,9 @@ class _Trials:
     def work(self, remedy: Remedy) -> float:
         """Return the work in fp32 of the step with a remedy; inf if it cannot be counted."""
         try:
-            value = self.runs.fp32_work(remedy)
+            with Fp32Work() as work:
+                self.runs.in_half(remedy)
+            value = work.total
         except Exception:  # a tensor subclass may not support dispatch modes
             value = math.inf
         return float(self.agree(value))
@@ -97,7 +100,7 @@ def cheapest_remedy(trials: _Trials, found: Preflight) -> Preflight:
         balanced = Remedy(half=found.half)
         if (ratio_of_balanced := trials.ratio(balanced)) < MATTERS:
             return replace(found, remedy=balanced, mended=ratio_of_balanced)
-    callers: dict[str, tuple[str, ...]] = trials.agree(_rounding_ops(trials.runs))
+    callers: dict[str, tuple[str, ...]] = trials.agree(trials.runs.rounding_ops())
     # A clamp computes nothing in fp32, so it is the cheapest remedy.
     for options in (_clamps(trials.runs, found), _fp32(trials.runs, found, callers)):
         remedy, ratio = _extended(trials, remedy, ratio, trials.agree(options))
@@ -175,10 +178,3 @@ def _fp32(runs: Runs, found: Preflight, callers: dict[str, tuple[str, ...]]) -> 
     ]
     modules = [Remedy(fp32_modules=(path,)) for path in paths]
     return modules + [Remedy(fp32_ops=(op,)) for op in [*dict.fromkeys(ops)][:_TRIED]]
-
-
-def _rounding_ops(runs: Runs) -> dict[str, tuple[str, ...]]:
-    try:
-        return runs.rounding_ops()
-    except RuntimeError:
-        return {}

@@ -7,6 +7,7 @@ R rows.
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["FunctionMode", "entropy_share", "logits_of"]
+__all__ = ["FunctionMode", "entropy_share", "logits_of", "running_module"]
 
 _SAMPLES, _QUERIES = 4, 256  # samples and queries of attention that are measured
 _ROWS = 1024  # rows of output logits that are measured
@@ -45,7 +46,8 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         is_known = func in _ATTENTIONS or func in _CHOOSERS or func is F.cross_entropy
-        name = self._running() if is_known and not torch.compiler.is_compiling() else None
+        is_seen = is_known and not torch.compiler.is_compiling()
+        name = running_module(self._names) if is_seen else None
         if name is not None:
             with torch.no_grad():
                 if func in _ATTENTIONS:
@@ -56,16 +58,6 @@ class FunctionMode(TorchFunctionMode):
                     found = _of_loss(*args, **kwargs)
             self._receive(name, found)
         return output
-
-    def _running(self) -> str | None:
-        # The frames of the callers tell which module calls the function.
-        frame = sys._getframe(2)
-        while frame is not None:
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and id(module) in self._names:
-                return self._names[id(module)]
-            frame = frame.f_back  # type: ignore[assignment]
-        return None
 
     def _of_choice(
         self, name: str, output: Any, scores: Tensor, *_: Any, **__: Any
@@ -88,6 +80,18 @@ class FunctionMode(TorchFunctionMode):
         chosen_E.scatter_add_(0, chosen.flatten(), ones)
         tokens_E = torch.full_like(chosen_E, scores.numel() // count)
         return {"expert": torch.stack([chosen_E, tokens_E])}
+
+
+def running_module(names: Mapping[int, str]) -> str | None:
+    """Return the name of the innermost running module, given names by `id`."""
+    # The frames of the callers tell which module calls the function.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            return names[id(module)]
+        frame = frame.f_back
+    return None
 
 
 def _holds_experts(module: nn.Module, count: int) -> bool:
