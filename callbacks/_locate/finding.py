@@ -5,12 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_mp.callbacks._locate.trace import Role, Seen, Trace, TracedCall
-from lightning_mp.callbacks._words.non_finite import (
-    CAUSES,
-    backward_words,
-    forward_words,
-    outside_words,
-)
+from lightning_mp.callbacks._words.non_finite import CAUSES, causes
 
 __all__ = ["NonFiniteSource", "find_source", "headroom"]
 
@@ -121,14 +116,15 @@ def _in_forward(
     if given is not None:
         before = [c for c in before if c.ended < given.ended]
     suspects = _suspects_before(trace, before, call, near_limit)
-    text = forward_words(
-        trace.title(call),
-        bad,
-        inputs,
-        passed_to=given,
-        buffer=_first_bad(call.own(trace.groups["buffers"])),
-        has_submodules=bool(inside),
-    )
+    buffer = _first_bad(call.own(trace.groups["buffers"]))
+    plain, masks = [s for s in inputs if not s.is_mask], [s for s in inputs if s.is_masked]
+    keys = ["forward_passed" if given else "forward_output" if bad.path else "forward"]
+    if buffer is not None:
+        keys.append("buffer")
+    else:
+        keys += ["inputs"] * bool(plain) + ["mask"] * bool(masks) + ["submodules"] * bool(inside)
+    mask, title = next(iter(masks), None), trace.title(call)
+    text = causes(keys, near=plain, title=title, bad=bad, call=given, buffer=buffer, mask=mask)
     name = call.name or type(trace.root).__name__
     return _found("forward", name, text, inputs, bad, suspects, is_root=not call.name)
 
@@ -149,7 +145,8 @@ def _outside(
         before = [c for c in ended if c.ended < bad_input.ended]
     outputs = [s for c in before for s in c.seen["output"] if s.is_finite]
     suspects = _suspects_before(trace, before, None, near_limit)
-    text = outside_words(root, bad, outputs, passed_to=bad_input)
+    keys = ["outside_passed" if bad_input else "outside", *["outputs"] * bool(outputs)]
+    text = causes(keys, near=outputs, root=root, bad=bad, call=bad_input)
     return _found("forward", root, text, outputs, bad, suspects, is_root=True)
 
 
@@ -162,6 +159,7 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> NonFin
     # The input gradient of a module comes after the input gradients of all its submodules.
     producer = min(producers, key=lambda c: c.left or c.reached, default=None)
     root, gradients = type(trace.root).__name__, trace.groups["gradients"]
+    keys = ["backward" if scale is None else "backward_scaled"]
     if producer is None:
         outputs = (s for c in reached for s in c.seen["grad_output"])
         first_bad = _first_bad([*outputs, *gradients])
@@ -169,15 +167,16 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> NonFin
             return None
         bad, came, suspects = first_bad, trace.groups["loss"], []
         title = f"The loss computation in `training_step` of the root `{root}`"
-        text = backward_words(title, bad, [], where="backward_of_loss", scale=scale)
+        keys.append("backward_of_loss")
     else:
         came, own = producer.seen["grad_output"], producer.own(gradients)
         leaving = [*producer.seen["grad_input"], *own]
         bad = _first_bad(leaving) or leaving[0]
-        where = "own_gradient" if bad in own else "input_gradient"
-        text = backward_words(trace.title(producer), bad, came, where=where, scale=scale)
+        title, where = trace.title(producer), "own_gradient" if bad in own else "input_gradient"
+        keys += [*["output_gradient"] * bool(came), where]
         earlier = [c for c in reached if c.reached <= producer.reached]
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
+    text = causes(keys, near=came, title=title, bad=bad, scale=scale)
     name = "" if producer is None else producer.name
     finding = _found("backward", name or root, text, came, bad, suspects, is_root=not name)
     # Autocast casts gradients of fp32 weights to fp32 after they have overflowed in fp16.

@@ -5,16 +5,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # these modules import torch
     from lightning_mp.callbacks._locate.finding import NonFiniteSource
-    from lightning_mp.callbacks._locate.trace import Seen, TracedCall
+    from lightning_mp.callbacks._locate.trace import Seen
 
-__all__ = [
-    "CAUSES",
-    "REMEDIES",
-    "backward_words",
-    "forward_words",
-    "outside_words",
-    "remedy_for",
-]
+__all__ = ["CAUSES", "REMEDIES", "causes", "remedy_for"]
 
 CAUSES = {
     "bad_loss": "The loss is not finite.",
@@ -63,47 +56,10 @@ CAUSES = {
 }
 
 
-def forward_words(
-    title: str,
-    bad: "Seen",
-    inputs: Sequence["Seen"],
-    *,
-    passed_to: "TracedCall | None",
-    buffer: "Seen | None",
-    has_submodules: bool,
-) -> str:
-    keys = ["forward_passed" if passed_to else "forward_output" if bad.path else "forward"]
-    plain, masks = [s for s in inputs if not s.is_mask], [s for s in inputs if s.is_masked]
-    if buffer is not None:
-        keys.append("buffer")
-    else:
-        keys += ["inputs"] * bool(plain) + ["mask"] * bool(masks) + ["submodules"] * has_submodules
-    fields = {"title": title, "bad": bad, "call": passed_to, "buffer": buffer}
-    mask = masks[0] if masks else None
-    return _joined(keys, largest=_nearest_to_limit(plain), mask=mask, **fields)
-
-
-def outside_words(
-    root: str, bad: "Seen", outputs: Sequence["Seen"], *, passed_to: "TracedCall | None"
-) -> str:
-    keys = ["outside_passed" if passed_to else "outside", *["outputs"] * bool(outputs)]
-    return _joined(keys, root=root, bad=bad, call=passed_to, largest=_nearest_to_limit(outputs))
-
-
-def backward_words(
-    title: str, bad: "Seen", came: Sequence["Seen"], *, where: str, scale: float | None
-) -> str:
-    made = "backward" if scale is None else "backward_scaled"
-    keys = [made, *["output_gradient"] * bool(came), where]
-    return _joined(keys, title=title, bad=bad, scale=scale, largest=_nearest_to_limit(came))
-
-
-def _joined(keys: Sequence[str], **fields: object) -> str:
-    return " ".join(CAUSES[key] for key in keys).format(**fields)
-
-
-def _nearest_to_limit(seen: Sequence["Seen"]) -> "Seen | None":
-    return max(seen, key=lambda s: s.amax / s.limit, default=None)
+def causes(keys: Sequence[str], *, near: Sequence["Seen"] = (), **fields: object) -> str:
+    """Return sentences; the largest of the tensors `near`, relative to its limit, is a field."""
+    largest = max(near, key=lambda s: s.amax / s.limit, default=None)
+    return " ".join(CAUSES[key] for key in keys).format(largest=largest, **fields)
 
 
 # --- remedies ------------------------------------------------------------------------------------

@@ -102,7 +102,6 @@ def causes() -> Iterator[str]:
     mask, fine = Seen("['mask']", half, 0.0, 0, 4, 0), Seen("[0]", half, 64000.0, 0, 0, 0)
     mlp, head = "`layers.0.mlp` (MLP)", TracedCall("head", nn.Linear(1, 1))
     loss = "The loss computation in `training_step` of the root `Model`"
-    none: dict[str, Any] = {"passed_to": None, "buffer": None, "has_submodules": False}
     says: dict[str, Any] = {
         **{"count": 3, "name": "ValueError", "bad": both, "root": "Model"},
         **{"now": nan.kind, "before": 0.693, "scale": 256.0, "title": mlp},
@@ -112,18 +111,22 @@ def causes() -> Iterator[str]:
         "amax": 1e6,
         **{"usual": 3.1, "text": "`conv` (Conv2d) made inf in the forward."},
     }
-    yield from (
-        *(f"[{key}]\n{text.format(**says)}\n" for key, text in locator.CAUSES.items()),
-        locator.forward_words(mlp, inf, [fine], **none) + "\n",
-        locator.forward_words(mlp, nan, [fine, mask], **{**none, "has_submodules": True}) + "\n",
-        locator.forward_words(mlp, nan, [fine], **{**none, "passed_to": head}) + "\n",
-        locator.forward_words(mlp, nan, [], **{**none, "buffer": both}) + "\n",
-        locator.outside_words("Model", nan, [fine], passed_to=None) + "\n",
-        locator.outside_words("Model", inf, [], passed_to=head) + "\n",
-        locator.backward_words(mlp, inf, [fine], where="input_gradient", scale=None) + "\n",
-        locator.backward_words(mlp, both, [fine], where="own_gradient", scale=512.0) + "\n",
-        locator.backward_words(loss, nan, [], where="backward_of_loss", scale=512.0) + "\n",
-    )
+    yield from (f"[{key}]\n{text.format(**says)}\n" for key, text in locator.CAUSES.items())
+    more: Any
+    for keys, more in (
+        (("forward_output", "inputs"), {"bad": inf}),
+        (("forward", "inputs", "mask", "submodules"), {"bad": nan}),
+        (("forward_passed", "inputs"), {"bad": nan}),
+        (("forward", "buffer"), {"bad": nan}),
+        (("outside", "outputs"), {"bad": nan}),
+        (("outside_passed",), {"bad": inf}),
+        (("backward", "output_gradient", "input_gradient"), {"bad": inf}),
+        (("backward_scaled", "output_gradient", "own_gradient"), {"bad": both, "scale": 512.0}),
+        (("backward_scaled", "backward_of_loss"), {"bad": nan, "scale": 512.0, "title": loss}),
+    ):
+        fields = {**says, **more}
+        del fields["largest"]
+        yield locator.causes(keys, near=[mask, fine], **fields) + "\n"
     for source, more in (
         ("batch", {}),
         ("parameter", {}),
@@ -137,7 +140,7 @@ def causes() -> Iterator[str]:
         ("backward", {"dtype": "float16", "is_root": True}),
         ("backward", {"dtype": "float32"}),
     ):
-        finding = NonFiniteSource(source=source, name="head", text="", **more)  # type: ignore[arg-type]
+        finding = NonFiniteSource(source=source, name="head", text="", **more)
         yield f"[{source}, {more}]\n{locator.remedy_for(finding, 'BalancedAMP')}\n"
     held = NonFiniteSource(source="parameter", name="head", text="", dtype="float16")
     for options in ({"eps": 1e-8}, {"checks_gradients": False}):
