@@ -4,7 +4,6 @@ Legend: B batch, H heads, L queries, S keys, E width of a head or number of expe
 R rows.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -14,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from lightning_mp.precision._choice.op_tables import follow_changes_of_torch, opened_composites
 
 __all__ = ["FunctionMode", "entropy_share", "logits_of", "running_module"]
 
@@ -38,12 +39,18 @@ class FunctionMode(TorchFunctionMode):
         self._modules = modules
         self._names = {id(module): name for name, module in modules.items()}
         self._receive = receive
+        follow_changes_of_torch()
         self._are_experts: dict[tuple[str, int], bool] = {}  # by module and number of choices
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward and all(
+            t in (Tensor, nn.Parameter) for t in types
+        ):
+            with self:  # otherwise the mode would not see the calls inside
+                return opened_composites()[func](*args, **kwargs)
         output = func(*args, **kwargs)
         is_known = func in _ATTENTIONS or func in _CHOOSERS or func is F.cross_entropy
         is_seen = is_known and not torch.compiler.is_compiling()
@@ -51,13 +58,21 @@ class FunctionMode(TorchFunctionMode):
         if name is not None:
             with torch.no_grad():
                 if func in _ATTENTIONS:
-                    found = _of_attention(_ATTENTIONS[func](*args, **kwargs))
+                    logits = _ATTENTIONS[func](*self._by_heads(name, args), **kwargs)
+                    found = _of_attention(logits)
                 elif func in _CHOOSERS:
                     found = self._of_choice(name, output, *args, **kwargs)
                 else:
                     found = _of_loss(*args, **kwargs)
             self._receive(name, found)
         return output
+
+    def _by_heads(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Separate the samples and heads of a softmax in `nn.MultiheadAttention`."""
+        module = self._modules[name]
+        if isinstance(module, nn.MultiheadAttention) and args and args[0].ndim == 3:
+            return (args[0].unflatten(0, (-1, module.num_heads)), *args[1:])
+        return args
 
     def _of_choice(
         self, name: str, output: Any, scores: Tensor, *_: Any, **__: Any
@@ -168,38 +183,6 @@ def logits_of(
     return (logits + attn_mask).masked_fill(attn_mask <= _MASKED, -torch.inf)
 
 
-def _projected_logits(*args: Any, **kwargs: Any) -> Tensor:
-    """Return `logits_of` the projections in `F.multi_head_attention_forward`."""
-    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
-    query_LBE, key_SBE = (x if x.ndim == 3 else x[:, None] for x in (given["query"], given["key"]))
-    is_apart, packed = given.get("use_separate_proj_weight"), given["in_proj_weight"]
-    weights = (given["q_proj_weight"], given["k_proj_weight"]) if is_apart else packed.chunk(3)
-    bias = given["in_proj_bias"]
-    biases = (None, None) if bias is None else bias.float().chunk(3)
-    with torch.no_grad(), torch.autocast(query_LBE.device.type, enabled=False):
-        query, key = (
-            F.linear(x.float(), weights[i].float(), biases[i])
-            .unflatten(-1, (given["num_heads"], -1))
-            .permute(1, 2, 0, 3)
-            for i, x in enumerate((query_LBE, key_SBE))
-        )
-    mask = _added(given.get("attn_mask"))
-    if mask is not None and mask.ndim == 3:
-        mask = mask.unflatten(0, query.shape[:2])
-    padding = _added(given.get("key_padding_mask"))
-    if padding is not None:
-        padding = padding[..., None, None, :]
-        mask = padding if mask is None else mask + padding
-    return logits_of(query, key, key, mask)
-
-
-def _added(mask: Tensor | None) -> Tensor | None:
-    """Return the additive form of a mask of `nn.MultiheadAttention`, which is true where masked."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, -torch.inf)
-
-
 def _of_softmax(logits: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:
     """Return logits in fp32, -inf where masked; `None` if this is not a softmax of attention."""
     if logits.ndim != 4 or dim not in (-1, 3):
@@ -210,8 +193,6 @@ def _of_softmax(logits: Tensor, dim: int | None = None, *_: Any, **__: Any) -> T
 
 _ATTENTIONS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     F.scaled_dot_product_attention: logits_of,
-    # `nn.MultiheadAttention` calls this function; the mode does not see the calls inside it.
-    F.multi_head_attention_forward: _projected_logits,
     # Eager attention, for example of Hugging Face models.
     F.softmax: _of_softmax,
     torch.softmax: _of_softmax,

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_mp import BalancedAMP
 from lightning_mp.callbacks import ActivationRangeMonitor
 from lightning_mp.callbacks._rules.outputs import ExpertRule, LogitRule
 from lightning_mp.callbacks._step.functions import FunctionMode, entropy_share
@@ -151,3 +152,22 @@ def test_monitor_records_the_load_of_each_expert() -> None:
         assert sum(loads) == pytest.approx(8)
     highest = dict(monitor.history.curves["expert_load_max"])
     assert highest == {step: max(loads) for step, loads in heat["columns"]}
+
+
+class Attending(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.MultiheadAttention(8, 2)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return self.network(*3 * batch)[0].square().mean()
+
+
+@pytest.mark.parametrize("half", [None, "bf16"])
+def test_attention_that_returns_its_weights_is_measured_under_the_op_policy_too(
+    half: str | None,
+) -> None:
+    monitor = ActivationRangeMonitor(every_n_steps=4)
+    plugin = BalancedAMP(half=half) if half else None
+    make_trainer(plugin, callbacks=[monitor]).fit(Attending())
+    assert monitor.history.maps["attention_logit"]["names"] == ["network"]
