@@ -166,7 +166,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         verdicts = [*self._judge_buffers(sample), *self._judge_logits(sample, metrics)]
         verdicts += self._judge_experts(sample, metrics)
         is_lost = any(
-            bad_W.any() for _, bad_W in _rows_of_kind(sample, "loss", StatField.NON_FINITE)
+            row_WK[:, StatField.NON_FINITE].any() for _, row_WK in _rows_of_kind(sample, "loss")
         )
         for kind in dict.fromkeys(key.kind for key in sample.context["keys"]):
             if kind in ("activation", "output_gradient", "norm_input"):
@@ -177,8 +177,8 @@ class ActivationRangeMonitor(SamplingMonitor):
         return first_of_each_kind(verdicts)
 
     def _judge_clamped(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
-        rows = _rows_of_kind(sample, "clamped", StatField.AMAX)
-        totals = {name: float(counts_W.sum()) for name, counts_W in rows}
+        rows = _rows_of_kind(sample, "clamped")
+        totals = {name: float(row_WK[:, StatField.AMAX].sum()) for name, row_WK in rows}
         if totals:
             metrics["clamped_values"] = sum(totals.values())
         for name, total in totals.items():
@@ -245,13 +245,14 @@ class ActivationRangeMonitor(SamplingMonitor):
         return dataclasses.replace(found, kind=kind, tensor=key.name, tags=tags, numbers=numbers)
 
     def _judge_buffers(self, sample: Sample) -> Iterator[Verdict]:
-        for name, bad_W in _rows_of_kind(sample, "buffer", StatField.NON_FINITE):
+        for name, row_WK in _rows_of_kind(sample, "buffer"):
+            bad_W = row_WK[:, StatField.NON_FINITE]
             was_finite = self._finite.setdefault(f"buffer:{name}", not bad_W.any())
             if bad_W.any() and was_finite:  # other buffers hold -inf on purpose, as masks
                 rank = int(bad_W.argmax())
                 yield Verdict("buffer_non_finite", bad_W.max(), 0, "error", name, rank=rank)
-        for name, amax_W in _rows_of_kind(sample, "buffer", StatField.AMAX):
-            amax, usual = float(amax_W.max()), self._usual_buffers.get(name, 0.0)
+            amax = float(row_WK[:, StatField.AMAX].max())
+            usual = self._usual_buffers.get(name, 0.0)
             if name.endswith("running_var") and 0 < _JUMP * usual < amax:
                 numbers = {"usual": usual}
                 yield Verdict("buffer_jump", amax, _JUMP * usual, tensor=name, numbers=numbers)
@@ -260,9 +261,8 @@ class ActivationRangeMonitor(SamplingMonitor):
     def _judge_logits(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
         step, limits = sample.facts.step, {"attention_logit": self.max_attention_logit}
         for kind in ("attention_logit", "attention_entropy", "output_logit", "output_log_z"):
-            ranks = {
-                name or _ROOT: by_W for name, by_W in _rows_of_kind(sample, kind, StatField.AMAX)
-            }
+            rows = _rows_of_kind(sample, kind)
+            ranks = {name or _ROOT: row_WK[:, StatField.AMAX] for name, row_WK in rows}
             largest = {name: float(by_W.max()) for name, by_W in ranks.items()}
             for name, value in largest.items():
                 found = self._logits.judge(kind, name, step, value, limits.get(kind, math.inf))
@@ -277,10 +277,10 @@ class ActivationRangeMonitor(SamplingMonitor):
     def _judge_experts(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
         chosen: dict[str, list[float]] = {}
         tokens: dict[str, float] = {}
-        for name, by_W in _rows_of_kind(sample, "expert", StatField.SUM_OF_SQUARES):
-            chosen.setdefault(name.rpartition("[")[0], []).append(float(by_W.sum()))
-        for name, by_W in _rows_of_kind(sample, "expert", -1):
-            tokens[name.rpartition("[")[0]] = float(by_W.sum())
+        for name, row_WK in _rows_of_kind(sample, "expert"):
+            router, row_K = name.rpartition("[")[0], row_WK.sum(axis=0)
+            chosen.setdefault(router, []).append(float(row_K[StatField.SUM_OF_SQUARES]))
+            tokens[router] = float(row_K[-1])
         loads: dict[str, float] = {}  # choices of each expert; 1 if all have as many
         for router, counts in chosen.items():
             even = max(sum(counts) / len(counts), 1e-30)
@@ -292,13 +292,11 @@ class ActivationRangeMonitor(SamplingMonitor):
             metrics |= {"expert_load_max": max(loads.values())}
 
 
-def _rows_of_kind(
-    sample: Sample, kind: str, field: int
-) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield the name and one statistic by rank of each row of a kind."""
+def _rows_of_kind(sample: Sample, kind: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Yield name and statistics row_WK, by rank, of each row of a kind."""
     for at, key in enumerate(sample.context["keys"]):
         if key.kind == kind:
-            yield key.name, sample.array[:, at, field]
+            yield key.name, sample.array[:, at]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

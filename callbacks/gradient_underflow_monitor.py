@@ -118,22 +118,21 @@ class GradientUnderflowMonitor(SamplingMonitor):
             names, stats.zero_share.values(), stats.subnormal_share.values(), is_rounding,
             strict=True,
         )  # fmt: skip
-        found = [
-            self._rule.judge(f"{facts.optimizer}:{name}", *shares, is_gone=is_gone)
-            for name, *shares in rows
-        ]
-        worst = [v for v in found if v is not None]
+        worst = []
+        for name, *shares in rows:
+            found = self._rule.judge(f"{facts.optimizer}:{name}", *shares, is_gone=is_gone)
+            worst += [replace(found, tensor=name)] if found is not None else []
         worst.sort(key=lambda v: (v.value or 0) - v.numbers["usual"], reverse=True)
         # If units have died, earlier modules have no gradient because of them.
         gone = [name for name, share in stats.zero_share.items() if share == 1]
         origin = None if zeros == 1 else origin_of(gone, names)
-        named = [v for v in worst if v.value != 1 or _owner(v) == origin]
+        named = [v for v in worst if v.value != 1 or str(v.tensor).rpartition(".")[0] == origin]
         worst = worst if origin is None or not named else named
         # The worst tensors name the place; the others would only repeat it.
         return [self._worded(verdict, scale, len(worst)) for verdict in worst[:3]]
 
     def _worded(self, found: Verdict, scale: float, count: int) -> Verdict:
-        name = str(found.tensor).partition(":")[2]
+        name = str(found.tensor)
         # 64 times the present scale as a power of two, or the largest scale that fp16 can hold.
         start = torch.finfo(torch.float16).max if math.isnan(scale) else scale * 64
         # `fp32_modules` accepts neither all modules nor a parameter of the root.
@@ -143,14 +142,9 @@ class GradientUnderflowMonitor(SamplingMonitor):
             found,
             kind="gradient_underflow",
             tags=(*found.tags, remedy),
-            tensor=name,
             numbers={**found.numbers, **more, "count": count},
         )
 
     def _passes_through_fp16(self) -> bool:
         # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
         return str(self.recorder.trainer.precision_plugin.precision).startswith("16")
-
-
-def _owner(verdict: Verdict) -> str:
-    return str(verdict.tensor).partition(":")[2].rpartition(".")[0]

@@ -16,6 +16,7 @@ from lightning_mp.callbacks._rules.parameters import ParameterNumbers, Parameter
 from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import TrainingStep, norms_of, parameter_names
+from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.tensor_stats import local_shard
 
 __all__ = ["ParameterMonitor"]
@@ -102,23 +103,20 @@ class ParameterMonitor(SamplingMonitor):
     def observe(self, step: TrainingStep) -> Tensor | None:
         for key in [key for key, p in self._waiting.items() if p.grad is not None]:
             del self._waiting[key]
-        parameters = [p for p in _parameters(step.optimizer) if p.requires_grad]
+        held = _parameters(step.optimizer)
+        parameters = [p for p in held if p.requires_grad]
         if not parameters or not self.is_due(step.facts.step):
             return None
         shards = [local_shard(p.detach()) for p in parameters]
         device = shards[0].device
         has = [p.grad is not None for p in parameters]
         given = [p.grad if p.grad is not None else p.detach().new_zeros(1) for p in parameters]
-        known = torch.tensor(
-            [
-                [float(shard.numel()) for shard in shards],
-                [float(each) for each in has],
-                [float(id(p) not in self._waiting) for p in parameters],
-            ]
-        )
-        if device.type == "cuda":  # from pageable memory a copy waits for the device
-            known = known.pin_memory()
-        numels, has_now, had = known.to(device, non_blocking=True)
+        known = [
+            [float(shard.numel()) for shard in shards],
+            [float(each) for each in has],
+            [float(id(p) not in self._waiting) for p in parameters],
+        ]
+        numels, has_now, had = send(torch.tensor(known), device)
         gradients = norms_of(given).to(device, non_blocking=True) * step.found.unscale
         weights = norms_of(shards).to(device, non_blocking=True)
         columns = [numels, weights**2, self._changes(step, shards), gradients**2, has_now, had]
@@ -133,13 +131,9 @@ class ParameterMonitor(SamplingMonitor):
             is_wide=[p.dtype.itemsize > 2 for p in parameters],
             rates=[rate if isinstance(rate, int | float) else None for rate in rates],
             spare=[name for name, p in self._spare.items() if p.grad is not None],
-            frozen=self._frozen_in(step),
+            # Number of values of each frozen parameter.
+            frozen={step.names.get(id(p), ""): p.numel() for p in held if not p.requires_grad},
         )
-
-    def _frozen_in(self, step: TrainingStep) -> dict[str, int]:
-        """Return the frozen parameters that the optimizer holds, with their numbers of values."""
-        held = _parameters(step.optimizer)
-        return {step.names.get(id(p), ""): p.numel() for p in held if not p.requires_grad}
 
     def _changes(self, step: TrainingStep, shards: list[Tensor]) -> Tensor:
         """Return the number of changed values of each parameter; NaN if unknown."""

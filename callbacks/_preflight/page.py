@@ -27,17 +27,21 @@ _ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 def preflight_page(found: Preflight, title: str, verdict: str, settings: str) -> str:
     """Return a self-contained page of HTML without scripts; `settings` is YAML or empty."""
     rows = [f"<tr>{_table_row('td', cells_of(found, each))}</tr>" for each in found.modules]
-    mends = ""
-    if settings:
-        shown = f"{_comparison(found)}<pre>{escape(settings)}</pre>"
-        mends = f"<section><h2>Settings</h2>\n{shown}</section>"
+    mends = f"<pre>{escape(settings)}</pre></section>" if settings else ""
+    if settings and found.mended is not None:
+        before = f"{found.ratio:.2%}" if math.isfinite(found.ratio) else "not finite"
+        mends = (
+            "<p>The largest error of a gradient, as a share of its noise, is "
+            f"<strong>{before}</strong> now and <strong>{found.mended:.2%}</strong> in the same "
+            f"run with these settings.</p>\n{mends}"
+        )
     whole, rounded = found.losses
     return Template(asset("preflight.html")).substitute(
         title=escape(title),
         style=asset("page.css"),
         level="fine" if found.is_clean else "error",
         verdict=marked_up(verdict),
-        settings=mends,
+        settings=f"<section><h2>Settings</h2>\n{mends}" if mends else "",
         half="fp16" if found.half == torch.float16 else "bf16",
         unit=f"{_ROUNDING[found.half]:.1e}",
         after="" if found.mended is None else ", and a square is this error with the settings",
@@ -46,17 +50,6 @@ def preflight_page(found: Preflight, title: str, verdict: str, settings: str) ->
         rows="\n".join(rows),
         whole=f"{whole:.6g}",
         rounded=f"{rounded:.6g}",
-    )
-
-
-def _comparison(found: Preflight) -> str:
-    if found.mended is None:
-        return ""
-    before = "not finite" if not math.isfinite(found.ratio) else f"{found.ratio:.2%}"
-    return (
-        "<p>The largest error of a gradient, as a share of its noise, is "
-        f"<strong>{before}</strong> now and <strong>{found.mended:.2%}</strong> in the same run "
-        "with these settings.</p>\n"
     )
 
 

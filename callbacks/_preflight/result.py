@@ -131,11 +131,6 @@ class Preflight:
             callers=before.callers,
         )
 
-    def with_errors(self, mended: Mapping[str, float]) -> "Preflight":
-        """Return the result with the errors of the modules in the run with the remedy."""
-        changed: Any = [replace(m, mended=mended.get(m.path)) for m in self.modules]
-        return replace(self, modules=tuple(changed))
-
 
 def ranked(modules: Sequence[ModuleError]) -> tuple[ModuleError, ...]:
     """Return modules by their own errors; a module whose error a submodule explains comes last."""

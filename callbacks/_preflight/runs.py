@@ -71,9 +71,10 @@ class Runs:
 
     def __init__(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         self.trainer, self.module = trainer, trainer.lightning_module
-        self.batch = map_tensors(copy_containers(batch), self._on_device)
+        root = trainer.strategy.root_device
+        self.batch = map_tensors(copy_containers(batch), lambda tensor: tensor.to(root))
         self._batch_idx = batch_idx
-        self._rng = RngState(trainer.strategy.root_device, self.module)
+        self._rng = RngState(root, self.module)
         self.plugin = trainer.precision_plugin
         trained = (p for p in self.module.parameters() if p.requires_grad)
         self.is_true_half = any(p.dtype in HALF_DTYPES for p in trained)
@@ -86,9 +87,6 @@ class Runs:
         if "bf16" in str(self.plugin.precision):
             return torch.bfloat16
         return torch.float16 if "16" in str(self.plugin.precision) else None
-
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.trainer.strategy.root_device)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the submodules of the model."""

@@ -85,7 +85,8 @@ class _Trials:
             for path, call in run.calls.items()
             if path in self.whole.calls
         }
-        return replace(found, mended=max(ratio, found.mended)).with_errors(errors)
+        modules = tuple(replace(each, mended=errors.get(each.path)) for each in found.modules)
+        return replace(found, mended=max(ratio, found.mended), modules=modules)
 
 
 def cheapest_remedy(trials: _Trials, found: Preflight) -> Preflight:
@@ -127,8 +128,9 @@ def _extended(
         results = {option: trials.ratio(remedy | option) for option in left}
         least = min(results.values(), default=math.inf)
         if math.isinf(least) and len(left) > 1:  # several modules overflow
-            results = {(all_left := _union(left[:_MOST])): trials.ratio(remedy | all_left)}
-            least = results[all_left]
+            together = Remedy.of([name for option in left[:_MOST] for name in option.names])
+            least = trials.ratio(remedy | together)
+            results = {together: least}
         if not least < 0.8 * ratio:
             break
         good = [option for option in results if results[option] < max(MATTERS, 1.5 * least)]
@@ -146,10 +148,6 @@ def _reduced(trials: _Trials, remedy: Remedy, ratio: float) -> tuple[Remedy, flo
         if not less.is_empty and (found := trials.ratio(less)) < MATTERS:
             remedy, ratio = less, found
     return remedy, ratio
-
-
-def _union(options: list[Remedy]) -> Remedy:
-    return Remedy.of([name for option in options for name in option.names])
 
 
 def _clamps(runs: Runs, found: Preflight) -> list[Remedy]:

@@ -172,8 +172,7 @@ def _plain_map(
     cells_RC = np.full((len(names), len(steps)), math.nan)
     for at, (_, column) in enumerate(heat["columns"]):
         cells_RC[: len(column), at] = column  # rows that were added later have no value
-    is_histogram = name.startswith(HISTOGRAM)
-    interest_R = _exponents(names) if is_histogram else _interest(name, cells_RC)
+    interest_R = _interest(name, names, cells_RC)
     # Tensors with an alarm come first. Rows may end with a dtype in parentheses, which names in
     # alarms lack.
     interest_R += [1e6 * (row.partition(" (")[0] in alarmed) for row in names]
@@ -192,13 +191,10 @@ def _plain_map(
     }
 
 
-def _exponents(names: Sequence[str]) -> npt.NDArray[np.float64]:
-    """Return the exponents of rows such as `2^-3`, and a lower number for the row of zeros."""
-    return np.array([float(name[2:]) if name.startswith("2^") else -1e3 for name in names])
-
-
-def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:
+def _interest(name: str, rows: Sequence[str], cells_RC: _Cells) -> npt.NDArray[np.float64]:
     """Return the priority of rows: risen zeros, low headroom, or a large value come first."""
+    if name.startswith(HISTOGRAM):  # the exponents of rows such as `2^-3`; zeros come last
+        return np.array([float(row[2:]) if row.startswith("2^") else -1e3 for row in rows])
     if not cells_RC.size:
         return np.zeros(len(cells_RC))
     lacks = np.isnan(cells_RC)

@@ -157,7 +157,12 @@ class MarkStore:
                 held.seek(0)
                 checkpoint = torch.load(held, map_location="cpu", weights_only=False)
             elif trainer.strategy.reduce_boolean_decision(Path(mark.path).exists(), all=True):
-                checkpoint = _load(trainer, mark.path)
+                load = trainer.strategy.load_checkpoint
+                # Lightning 2.6 loads with `weights_only=True` by default; earlier versions lack
+                # the argument.
+                is_told = "weights_only" in inspect.signature(load).parameters
+                options: Any = {"weights_only": False} if is_told else {}
+                checkpoint = load(mark.path, **options)
         # All ranks must rewind to the same mark.
         is_read = trainer.strategy.reduce_boolean_decision(checkpoint is not None, all=True)
         return checkpoint if is_read else None, self._rng.get(mark.path)
@@ -192,11 +197,3 @@ def _bytes_of(trainer: pl.Trainer) -> int:
     states = tensors_in([list(each.state.values()) for each in trainer.optimizers])
     tensors = [*module.parameters(), *module.buffers(), *states]
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _load(trainer: pl.Trainer, path: str) -> dict[str, Any]:
-    load = trainer.strategy.load_checkpoint
-    # Lightning 2.6 loads with `weights_only=True` by default; earlier versions lack the argument.
-    is_told = "weights_only" in inspect.signature(load).parameters
-    checkpoint: dict[str, Any] = load(path, weights_only=False) if is_told else load(path)
-    return checkpoint

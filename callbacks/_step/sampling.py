@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks.monitor import InstabilityMonitor
+from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats, stored_numels, tensor_stats
 
 __all__ = ["SamplingMonitor", "merge_ranks", "merge_rows", "pack_stats"]
@@ -54,9 +55,7 @@ def pack_stats(
     stats_NK = tensor_stats(tensors, scale=scale, unscale=unscale)
     # Ranks hold shards of different sizes.
     numels_N = torch.tensor(stored_numels(tensors), dtype=stats_NK.dtype)
-    if stats_NK.device.type == "cuda":  # from pageable memory a copy waits for the device
-        numels_N = numels_N.pin_memory()
-    return torch.cat([stats_NK, numels_N.to(stats_NK.device, non_blocking=True)[:, None]], dim=1)
+    return torch.cat([stats_NK, send(numels_N, stats_NK.device)[:, None]], dim=1)
 
 
 def merge_rows(rows_RxK: Tensor) -> Tensor:

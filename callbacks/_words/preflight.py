@@ -67,9 +67,10 @@ def table_of(found: Preflight) -> str:
         lines.append("  ".join([cell.ljust(first), *right]))
     whole, rounded = found.losses
     lines.append(f"The loss is {whole:.6g} in fp32 and {rounded:.6g} in {half}.")
-    lines += [
-        f"`{op}` rounds in {_callers_in_words(callers)}." for op, callers in found.callers.items()
-    ]
+    for op, callers in found.callers.items():
+        named = ", ".join(f"`{each or 'training_step'}`" for each in callers[:3])
+        more = f" and {len(callers) - 3} more" if len(callers) > 3 else ""
+        lines.append(f"`{op}` rounds in {named}{more}.")
     return "\n".join(lines)
 
 
@@ -126,12 +127,6 @@ def _changed(remedy: Remedy, arguments: dict[str, Any]) -> dict[str, Any]:
     if moved:  # an op cannot be in both lists
         changed["half_ops"] = [op for op in arguments["half_ops"] if op not in moved]
     return changed
-
-
-def _callers_in_words(callers: tuple[str, ...]) -> str:
-    named = [f"`{each or 'training_step'}`" for each in callers[:3]]
-    more = f" and {len(callers) - 3} more" if len(callers) > 3 else ""
-    return ", ".join(named) + more
 
 
 def _percent(ratio: float) -> str:
