@@ -17,12 +17,13 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from lightning_mp.numerics.small_chunks import SmallChunks
 
 __all__ = [
+    "batches",
     "join_weight",
     "join_weights",
+    "parts_of",
     "residual_unit",
     "round_stochastically",
     "split_weight",
-    "split_weights",
 ]
 
 # Bits of an fp32 significand that do not fit into half precision.
@@ -48,16 +49,18 @@ def split_weight(master: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
         non-finite weights. The represented values round to the same weights, and split into the
         same weights and residuals again.
     """
+    # In place, so that the temporaries of a batch stay in the caches of a CPU core. On a CPU,
+    # comparisons in place and products take a quarter of the time of masks and `where`.
     weight, unit = master.to(half), residual_unit(half)
     plain = weight.float()
-    residual = (master - plain).mul_(1 / unit).to(half).float()
+    residual = (master - plain).mul_(1 / unit)
+    residual.copy_(residual.to(half))
     # One residual in 8000 rounds up to half a ULP of its weight. The sum may then round to the
     # weight's neighbour, and a resumed run would compute with the neighbour. Such a residual is
     # replaced by the next smaller value.
-    # On a CPU, comparisons in place and products take a quarter of the time of masks and `where`.
-    is_neighbour = plain.add_(residual, alpha=unit).to(half).ne_(weight).float()
+    is_neighbour = plain.copy_(plain.add_(residual, alpha=unit).to(half).ne_(weight))
     # 0.6 eps is 0.6 to 1.2 ULP anywhere in a binade, which rounds to one ULP.
-    residual.mul_(torch.rsub(is_neighbour, 1, alpha=0.6 * torch.finfo(half).eps))
+    residual.mul_(is_neighbour.mul_(-0.6 * torch.finfo(half).eps).add_(1))
     # The residual of a finite weight is finite.
     return weight, residual.nan_to_num_(0.0, 0.0, 0.0).to(half)
 
@@ -69,57 +72,59 @@ def join_weight(weight: Tensor, residual: Tensor) -> Tensor:
     residual is ignored, so that a weight set to 0 is 0.
     """
     plain, rest, unit = weight.float(), residual.float(), residual_unit(weight.dtype)
-    is_current = plain.add(rest, alpha=unit).to(weight.dtype).eq_(weight).float()
+    both = plain.add(rest, alpha=unit)
+    is_current = both.copy_(both.to(weight.dtype).eq_(weight))
     return plain.addcmul_(rest, is_current, value=unit)
-
-
-def split_weights(
-    masters: Sequence[Tensor], half: torch.dtype
-) -> Iterator[tuple[list[int], tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """Split several tensors, with small tensors batched; bitwise equal to `split_weight`.
-
-    Yields:
-        The indices of the tensors of a batch, their weights and their residuals. A caller that
-        copies the results of a batch before the next batch needs no memory for all of them.
-    """
-    for members, (flat,) in _batches(list(zip(masters, strict=True))):
-        like = [masters[index] for index in members]
-        weights, residuals = (_parts(output, like) for output in split_weight(flat, half))
-        yield members, weights, residuals
 
 
 def join_weights(weights: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:
     """Join several tensors, with small tensors batched; bitwise equal to `join_weight`."""
     values: dict[int, Tensor] = {}
-    for members, (weight, residual) in _batches(list(zip(weights, residuals, strict=True))):
-        parts = _parts(join_weight(weight, residual), [weights[index] for index in members])
+    for members, weight, residual in batches(weights, residuals):
+        parts = parts_of(join_weight(weight, residual), [weights[index] for index in members])
         values.update(zip(members, parts, strict=True))
     return [values[index] for index in range(len(values))]
 
 
-def _batches(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Yield the indices of the rows of each batch, and one vector for each column of the rows."""
+def batches(
+    values: Sequence[Tensor], residuals: Sequence[Tensor]
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Divide tensors into batches, for which one elementwise operation takes one call.
+
+    The residuals of a batch are moved into one vector, where they stay.
+
+    Args:
+        values: Weights or fp32 values.
+        residuals: Their residuals, in the same shapes.
+
+    Yields:
+        The indices of the tensors, their values as one vector, and the vector of their residuals.
+        A large tensor is a batch of its own and keeps its shape.
+    """
     groups: dict[Hashable, list[int]] = defaultdict(list)
     chunks = SmallChunks()
-    for index, row in enumerate(rows):
-        first = row[0]
-        chunk = chunks.of((first.device, first.dtype), *row)
+    for index, (value, residual) in enumerate(zip(values, residuals, strict=True)):
+        chunk = chunks.of((value.device, value.dtype), value, residual)
         groups[index if chunk is None else chunk].append(index)
     for members in groups.values():
-        columns = zip(*(rows[index] for index in members), strict=True)
-        yield members, [_flattened(column) for column in columns]
+        rests = [residuals[index] for index in members]
+        vector = _as_vector(rests)
+        if vector.data_ptr() != rests[0].data_ptr():  # a copy
+            for residual, part in zip(rests, parts_of(vector, rests), strict=True):
+                residual.data = part
+        yield members, _as_vector([values[index] for index in members]), vector
 
 
-def _parts(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    if len(like) == 1:  # of any size, and not flattened
-        return (flat,)
-    parts: tuple[Tensor, ...] = _unflatten_dense_tensors(flat, like)
+def parts_of(vector: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return views of the vector of a batch, in the shapes of the tensors of the batch."""
+    if len(like) == 1:
+        return [vector]
+    parts: Sequence[Tensor] = _unflatten_dense_tensors(vector, like)
     return parts
 
 
-def _flattened(tensors: Sequence[Tensor]) -> Tensor:
+def _as_vector(tensors: Sequence[Tensor]) -> Tensor:
     """Return contiguous tensors as one vector, without a copy if they are adjacent in memory."""
-    # The results of `_batched` for a group are such views of one vector.
     first, end = tensors[0], tensors[0].data_ptr()
     if len(tensors) == 1:
         return first

@@ -5,12 +5,13 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.split_weights import (
+    batches,
     join_weight,
     join_weights,
+    parts_of,
     residual_unit,
     round_stochastically,
     split_weight,
-    split_weights,
 )
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -212,12 +213,14 @@ def test_rounding_accepts_any_shape_and_stride(half: torch.dtype) -> None:
 
 
 def _split(masters: list[Tensor], half: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    found = {
-        index: (weight, rest)
-        for members, weights, rests in split_weights(masters, half)
-        for index, weight, rest in zip(members, weights, rests, strict=True)
-    }
-    return [found[index] for index in range(len(masters))]
+    found: dict[int, Tensor] = {}
+    residuals = [torch.empty_like(master, dtype=half) for master in masters]
+    for members, vector, rests in batches(masters, residuals):
+        weight, rest = split_weight(vector, half)
+        rests.copy_(rest)
+        parts = parts_of(weight, [masters[index] for index in members])
+        found.update(zip(members, parts, strict=True))
+    return [(found[index], residual) for index, residual in enumerate(residuals)]
 
 
 @half_dtypes

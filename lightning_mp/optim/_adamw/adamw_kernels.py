@@ -337,7 +337,7 @@ def _residual_of(w, kept, HALF: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def _round_stochastically(w, SIZE: tl.constexpr, HALF: tl.constexpr, seed, first_quad):
-    """Round stochastically to one of the two neighbours, without bias, like `split_weights`.
+    """Round stochastically to one of the two neighbours, without bias, like `round_stochastically`.
 
     Philox draws four words at a time, for four consecutive elements.
 

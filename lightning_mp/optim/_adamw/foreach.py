@@ -26,7 +26,13 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.floats import state_dtype
-from lightning_mp.numerics.split_weights import join_weights, round_stochastically, split_weights
+from lightning_mp.numerics.split_weights import (
+    batches,
+    join_weights,
+    parts_of,
+    round_stochastically,
+    split_weight,
+)
 from lightning_mp.numerics.tensor_stats import local_shard
 
 __all__ = [
@@ -231,9 +237,12 @@ def round_weights(
         if weights is not params:
             _commit(params, weights, skip)
     elif residuals:
-        for members, split, rests in split_weights(weights, half):
-            _commit([params[index] for index in members], split, skip)
-            _commit([residuals[index] for index in members], rests, skip)
+        # Each batch is stored before the next, so that the results of all take no memory.
+        for members, vector, rests in batches(weights, residuals):
+            batch = [params[index] for index in members]
+            weight, residual = split_weight(vector, half)
+            _commit(batch, parts_of(weight, batch), skip)
+            _commit([rests], [residual], skip)
     elif rounding == "stochastic":
         generator = torch.Generator(params[0].device)
         rounded = [

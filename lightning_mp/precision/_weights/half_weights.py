@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.numerics.split_weights import join_weights, split_weight, split_weights
+from lightning_mp.numerics.split_weights import join_weight, join_weights, split_weight
 from lightning_mp.optim._adamw.foreach import mix_seed, round_weights
 from lightning_mp.optim.fp32_states import widen_state
 from lightning_mp.optim.safe_adamw import SafeAdamW
@@ -65,7 +65,7 @@ class HalfWeights:
         """Return a new fp32 tensor with the value of a weight and its residual."""
         residual = self._residual_of(parameter)
         weight = parameter.detach()
-        return weight.float() if residual is None else join_weights([weight], [residual])[0]
+        return weight.float() if residual is None else join_weight(weight, residual)
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -288,8 +288,8 @@ class HalfWeights:
         finally:
             self._swap_out(optimizer)
             for parameter in parameters_of(optimizer):
-                if parameter in self._ledger:
-                    self._ledger.open(parameter).note(parameter)
+                if (entry := self._ledger.entries.get(id(parameter))) is not None:
+                    entry.note(parameter)
 
     def _share(self, optimizer: Optimizer) -> None:
         """Give a `SafeAdamW` the residuals and `write_back` of this class."""
@@ -307,16 +307,16 @@ class HalfWeights:
     def _round(self, optimizer: Optimizer) -> None:
         """Split the values of the stand-ins into weights and residuals."""
         places = {id(each): index for index, each in enumerate(parameters_of(optimizer))}
-        for parameter, residual, value in self._stand_ins:
-            if residual is None:
-                seed = mix_seed(self.writes, places[id(value)])
-                round_weights([parameter], [], [value], self.write_back, seed)
-        kept = [(p, value) for p, residual, value in self._stand_ins if residual is not None]
-        for members, weights, rests in split_weights([value for _, value in kept], self.half):
-            parameters: list[Tensor] = [kept[index][0] for index in members]
-            torch._foreach_copy_(parameters, weights)
-            for index, rest in zip(members, rests, strict=True):
-                self._ledger.open(kept[index][0]).beside = rest
+        kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        for parameter, residual, stand_in in self._stand_ins:
+            if residual is not None:
+                kept.append((parameter, residual, stand_in))
+            else:
+                seed = mix_seed(self.writes, places[id(stand_in)])
+                round_weights([parameter], [], [stand_in], self.write_back, seed)
+        if kept:
+            weights, residuals, values = map(list, zip(*kept, strict=True))
+            round_weights(weights, residuals, values, self.write_back, 0)
         self.writes += self.write_back == "stochastic" and bool(self._stand_ins)
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
