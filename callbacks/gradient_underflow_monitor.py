@@ -1,6 +1,5 @@
 """`GradientUnderflowMonitor`: warns of gradients that underflow before training stops learning."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -73,21 +72,14 @@ class GradientUnderflowMonitor(SamplingMonitor):
         held_at = held_at if self._passes_through_fp16() else _WIDE_SCALE
         last = torch.full((), torch.nan) if step.loss is None else step.loss
         packed = pack_stats([*found.gradients, last], scale=held_at, unscale=found.unscale)
-        # The scale comes last: torch's scaler keeps it on the device and will change it.
-        row = packed.new_empty(1, packed.shape[1])
-        if isinstance(scale, Tensor):
-            row.copy_(scale.reshape(1, 1))
-        else:
-            row.fill_(torch.nan if scale is None else scale)
         # Under DDP all ranks hold the same gradients.
-        return step.gather(torch.cat([packed, row]), shards_only=True, names=found.names)
+        return step.gather(packed, shards_only=True, names=found.names)
 
     @override
     def judge(self, sample: Sample) -> list[Verdict]:
         facts, names = sample.facts, sample.context["names"]
-        # `observe` has appended two rows to those of the gradients.
-        losses, scale = sample.array[:, -2], float(sample.array[0, -1, 0])
-        stats = merge_ranks(names, sample.array[:, :-2])
+        losses = sample.array[:, -1]  # a row after those of the gradients
+        stats = merge_ranks(names, sample.array[:, :-1])
         numel = max(sum(stats.numels), 1)
         zeros = float(stats.column(StatField.ZEROS).sum() / numel)
         subnormals = float(stats.column(StatField.SUBNORMALS).sum() / numel)
@@ -99,7 +91,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
             "gradient_norm": float(np.sqrt(squares.sum())),
         }
         if self._passes_through_fp16():
-            headroom = stats.headroom_bits(1.0 if math.isnan(scale) else scale)
+            headroom = stats.headroom_bits(facts.loss_scale or 1.0)
             metrics["gradient_headroom_bits"] = min(headroom.values())
             columns["gradient_headroom_bits"] = headroom
         for name, column in columns.items():
@@ -129,22 +121,23 @@ class GradientUnderflowMonitor(SamplingMonitor):
         named = [v for v in worst if v.value != 1 or str(v.tensor).rpartition(".")[0] == origin]
         worst = worst if origin is None or not named else named
         # The worst tensors name the place; the others would only repeat it.
-        return [self._worded(verdict, scale, len(worst)) for verdict in worst[:3]]
-
-    def _worded(self, found: Verdict, scale: float, count: int) -> Verdict:
-        name = str(found.tensor)
-        # 64 times the present scale as a power of two, or the largest scale that fp16 can hold.
-        start = torch.finfo(torch.float16).max if math.isnan(scale) else scale * 64
-        # `fp32_modules` accepts neither all modules nor a parameter of the root.
-        remedy = "all" if name == _ALL or "." not in name else "one"
-        more = {"owner": name.rpartition(".")[0], "higher_scale": 2 ** int(np.log2(start))}
-        return replace(
-            found,
-            kind="gradient_underflow",
-            tags=(*found.tags, remedy),
-            numbers={**found.numbers, **more, "count": count},
-        )
+        return [_worded(verdict, facts.loss_scale, len(worst)) for verdict in worst[:3]]
 
     def _passes_through_fp16(self) -> bool:
         # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
         return str(self.recorder.trainer.precision_plugin.precision).startswith("16")
+
+
+def _worded(found: Verdict, scale: float | None, count: int) -> Verdict:
+    name = str(found.tensor)
+    # 64 times the present scale as a power of two, or the largest scale that fp16 can hold.
+    start = torch.finfo(torch.float16).max if scale is None else scale * 64
+    # `fp32_modules` accepts neither all modules nor a parameter of the root.
+    remedy = "all" if name == _ALL or "." not in name else "one"
+    more = {"owner": name.rpartition(".")[0], "higher_scale": 2 ** int(np.log2(start))}
+    return replace(
+        found,
+        kind="gradient_underflow",
+        tags=(*found.tags, remedy),
+        numbers={**found.numbers, **more, "count": count},
+    )

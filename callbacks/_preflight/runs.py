@@ -324,27 +324,21 @@ def fp32_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
 class _NoDropout(TorchFunctionMode):
     """Disables dropout, because its masks differ between dtypes, which would look like errors."""
 
-    _DROPS = (
-        *(functional.dropout, torch.dropout, functional.alpha_dropout),
-        *(functional.dropout1d, functional.dropout2d, functional.dropout3d),
-        functional.feature_alpha_dropout,
-    )
-
     def __init__(self) -> None:
         super().__init__()
         follow_changes_of_torch()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in self._DROPS:
+        name = getattr(func, "__name__", "")
+        if "dropout" in name and name != "native_dropout":  # it returns its mask, too
             return args[0] if args else kwargs["input"]
         opened = opened_composites().get(func)
         if opened is not None and all(kind in (Tensor, nn.Parameter) for kind in types):
             with self:  # composites may call dropout, and a backward may repeat a checkpoint
                 return opened(*args, **kwargs)
-        if func is functional.scaled_dot_product_attention and (
-            "dropout_p" in kwargs or len(args) > 4
-        ):
-            args, kwargs = (*args[:4], 0.0, *args[5:])[: len(args)], kwargs | {"dropout_p": 0.0}
-            kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p" or len(args) < 5}
+        if func is functional.scaled_dot_product_attention and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif func is functional.scaled_dot_product_attention:
+            kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)

@@ -186,23 +186,17 @@ def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | Non
     mean = norm.new_zeros(()) if loss is None else loss.to(norms.device, non_blocking=True)
     of_ranks: list[Tensor] = []
     if trainer.world_size > 1:
-        mean, norm, of_ranks = _over_ranks(trainer, mean, norm, loss is not None)
+        own = torch.stack([mean, norm, torch.full_like(norm, loss is not None)])
+        loss_W, norm_W, has_W = gather_ranks(trainer, own).unbind(1)
+        count, is_shard = has_W.sum(), is_sharded(trainer)
+        mean = loss_W.sum() / count.clamp(min=1)
+        # HSDP replicates shards, so the norm is too large by a constant factor, which no rule uses.
+        norm = torch.linalg.vector_norm(norm_W) if is_shard else norm_W.amax()
+        losses = torch.where(has_W > 0, loss_W, -torch.inf)
+        rank = (norm_W if is_shard else losses).nan_to_num(nan=torch.inf).argmax()
+        of_ranks = [rank, count]
     numbers = (mean, norm, index, largest, *of_ranks)
     return torch.stack([each.to(norms.dtype) for each in numbers])
-
-
-def _over_ranks(
-    trainer: pl.Trainer, local: Tensor, norm: Tensor, has_loss: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the mean loss and the norm of all ranks, the rank of `StepFacts`, and the losses."""
-    has = torch.full_like(norm, has_loss)
-    loss_W, norm_W, has_W = gather_ranks(trainer, torch.stack([local, norm, has])).unbind(1)
-    count, is_shard = has_W.sum(), is_sharded(trainer)
-    # HSDP replicates shards, so the norm is too large by a constant factor, which no rule uses.
-    total_norm = torch.linalg.vector_norm(norm_W) if is_shard else norm_W.amax()
-    losses = torch.where(has_W > 0, loss_W, -torch.inf)
-    rank = (norm_W if is_shard else losses).nan_to_num(nan=torch.inf).argmax()
-    return loss_W.sum() / count.clamp(min=1), total_norm, [rank, count]
 
 
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
