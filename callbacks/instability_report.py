@@ -83,7 +83,7 @@ class InstabilityReport(InstabilityMonitor):
     """
 
     every_step = True
-    keeps = ("_starts",)
+    keeps = ("_starts", "_path")
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class InstabilityReport(InstabilityMonitor):
         self._pace = _Pace(every_n_seconds)
         self._failures = Failures(usage)
         self._wanted: Path | None = None  # path of the page unless another run has it
-        self._earlier: str | None = None  # page of the run that is resumed
+        self._path: str | None = None  # `path`, or the page of the run that is resumed
         self._validation: list[Tensor] = []  # losses of validation batches
         self._validated = -1  # last training step before the newest validation
         self._skips = -1  # last skipped step; several optimizers may share it
@@ -120,7 +120,7 @@ class InstabilityReport(InstabilityMonitor):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._earlier, self.path = str(self.path) if self.path else None, None
+        self.path = None
         self._wanted = self.page_path(trainer)
         self._end, self._is_started = {"how": "running"}, False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ class InstabilityReport(InstabilityMonitor):
         """Return the path of the page; keep alarms that only the earlier run has written."""
         start = self._starts[-1]["step"]
         # A new run continues no earlier run, even if this callback has seen one.
-        earlier = self._earlier if start else None
+        earlier = self._path if start else None
         parts = parts_of(Path(earlier).with_suffix(".json"), "alarms") if earlier else None
         known = {(a.step, a.kind, a.tensor) for a in self.history.alarms}
         names, before = {each.name for each in dataclasses.fields(Alarm)}, usage("before_resuming")
@@ -270,6 +270,7 @@ class InstabilityReport(InstabilityMonitor):
                 with contextlib.suppress(RuntimeError):  # a failed device returns nothing
                     self.recorder.catch_up()
             path = self.path = self.path or self._claim(wanted)
+            self._path = str(path)
             data = self._data(trainer)
             # Data first, because `lightning-mp report` can rebuild the page from them.
             write(path.with_suffix(".json"), json.dumps(data, allow_nan=False))
@@ -293,15 +294,6 @@ class InstabilityReport(InstabilityMonitor):
             "preflight": preflight_page_of(trainer, self.path),
         }
         return report_data(self.history, [each.history for each in monitors], run, self.max_tensors)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "path": str(self.path) if self.path else None}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._earlier = state_dict.get("path")
 
 
 class _Pace:

@@ -93,6 +93,7 @@ class TensorCollector(SamplingMonitor):
     """
 
     moment: Moment = "batch end"
+    keeps = ("samples", "_folder")
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class TensorCollector(SamplingMonitor):
         self.log = log
         self.folder: Path | None = None  # on rank zero, after the first sample
         self._wanted = Path()
-        self._earlier: str | None = None  # folder of the resumed run
+        self._folder: str | None = None  # `folder`, or the folder of the resumed run
         self._failures = Failures(usage)
         self._names: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
@@ -128,12 +129,12 @@ class TensorCollector(SamplingMonitor):
         if stage == "fit":
             root = trainer.log_dir or trainer.default_root_dir  # equal on all ranks
             self._wanted = Path(os.path.abspath(self.dirpath or Path(root) / "tensors"))
-            self._earlier, self.folder = str(self.folder) if self.folder else None, None
+            self.folder = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if step_of(trainer) == 0:  # not resumed
-            self._earlier = None
+            self._folder = None
         self._rows.clear()
         self._outputs.clear()
         modules = {as_written(path): module for path, module in eager_modules(pl_module) if path}
@@ -269,16 +270,8 @@ class TensorCollector(SamplingMonitor):
             arrays["exponents"] = EXPONENTS
         with self._failures.forgiven("tensors_not_written", path=str(self._wanted)):
             # `mkdir` fails if the folder exists, so a created folder belongs to this run.
-            self.folder = self.folder or claim(self._wanted, Path.mkdir, self._earlier)
+            self.folder = self.folder or claim(self._wanted, Path.mkdir, self._folder)
+            self._folder = str(self.folder)
             # Leading zeros, so that names sort by step.
             path = self.folder / f"{step:08d}.npz"
             save(path, lambda file: np.savez_compressed(file, **arrays))
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "folder": str(self.folder) if self.folder else None}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._earlier = state_dict["folder"]
