@@ -166,10 +166,11 @@ class NonFiniteLocator(InstabilityMonitor):
             return  # batches are being accumulated
         self._step = None
         if step.scale is not None and step.backwards:
-            if self.recorder.skipped is None:  # a fused optimizer; known in the next step
+            now = self.recorder.now
+            if now is None or now.skipped is None:  # on a GPU, torch's scaler tells a step later
                 self._unjudged = step
             else:
-                self._judge(trainer, step, self.recorder.skipped)
+                self._judge(trainer, step, now.skipped)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -210,7 +211,7 @@ class NonFiniteLocator(InstabilityMonitor):
         return bool(all_reduce_found_inf(count) != 0)
 
     def _judge_late(self, trainer: pl.Trainer) -> None:
-        """Judge the last step of a fused optimizer, whose outcome was not known at its end."""
+        """Judge the last step under torch's scaler, whose outcome was not known at its end."""
         step, self._unjudged = self._unjudged, None
         if step is not None:
             self.recorder.drain()

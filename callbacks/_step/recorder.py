@@ -22,7 +22,6 @@ from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
 from lightning_mp.callbacks._step.training_state import (
     Moment,
     TrainingStep,
-    is_fused,
     loss_scale_of,
     measure_signals,
     parameter_names,
@@ -86,14 +85,11 @@ class FactsRecorder(pl.Callback):
         self.trainer: Any = None  # while training
         self._monitors: list[Any] = []
         self._measures_norm = self._is_late = self._is_lockstep = False
-        self._due: set[Optimizer] = set()
         self._pending: list[_Pending] = []
         self._arrived: deque[tuple[StepFacts, dict[Any, Sample]]] = deque()
         self.now: StepFacts | None = None
         self.newest: StepFacts | None = None  # the latest facts that have arrived
         self.newest_loss: Tensor | None = None  # unscaled loss of the last backward
-        # Whether the last step was skipped; `None` until its facts arrive in `newest`.
-        self.skipped: bool | None = None
         self.step: TrainingStep | None = None  # of the optimizer that is about to step
         self.located: Alarm | None = None  # the locator's alarm, until a loss is finite again
         self.batches: BatchKeeper | None = None  # if a callback has `save_batch`
@@ -156,9 +152,6 @@ class FactsRecorder(pl.Callback):
         self._is_lockstep = self._is_late and trainer.world_size > 1
         if any(monitor.save_batch for monitor in self._monitors):
             self.batches = BatchKeeper(trainer)
-        if isinstance(scaler_of(trainer), torch.amp.GradScaler):
-            for each in trainer.optimizers:
-                self.step_hooks.enter_context(each.register_step_pre_hook(self._called))
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, _: Any, batch: Any, batch_idx: int) -> None:
@@ -195,8 +188,6 @@ class FactsRecorder(pl.Callback):
             loss_scale=scale if isinstance(scale, float) else None,
         )
         loss = self._take_loss(trainer)
-        if loss is not None:  # if `training_step` returned `None`, the scaler skips nothing
-            self._due.add(plain)
         pending = _Pending(self.now, loss is not None)
         step = self.step = TrainingStep(trainer, self.now, plain, self._names, self.newest_loss)
         # Without gradients and loss, `training_step` returned `None`; other ranks cannot know.
@@ -282,12 +273,16 @@ class FactsRecorder(pl.Callback):
         self.step = None
         if not pending:
             return
-        self.skipped, after = self._outcome(trainer), loss_scale_of(trainer)
+        after, scaler = loss_scale_of(trainer), scaler_of(trainer)
+        # torch's scaler does not report skipped steps, so the next loss scale will tell.
+        skipped = None if isinstance(after, Tensor) else False
+        if isinstance(trainer.precision_plugin, ScaledPrecision) and scaler is not None:
+            skipped = bool(scaler.last_step_skipped)
         root = trainer.strategy.root_device
         home = torch.device("cpu") if root.type == "mps" else root  # MPS has no float64
         for each in pending:
             known = after if isinstance(after, float) else None
-            facts = replace(each.facts, skipped=self.skipped, next_loss_scale=known)
+            facts = replace(each.facts, skipped=skipped, next_loss_scale=known)
             if isinstance(after, Tensor):  # torch's scaler; reading it here would be a host sync
                 each.parts["next_loss_scale"] = after.detach().reshape(())
             shapes = {key: tuple(part.shape) for key, part in each.parts.items()}
@@ -299,18 +294,6 @@ class FactsRecorder(pl.Callback):
             arrive = functools.partial(self._arrive, replace(each, facts=facts), shapes)
             self.send(torch.cat(sent) if sent else torch.zeros(0), arrive)
         self.now = facts
-
-    def _outcome(self, trainer: pl.Trainer) -> bool | None:
-        """Return whether the step was skipped; `None` if the next loss scale will tell."""
-        # torch's `GradScaler` does not report skipped steps: a step was skipped if it was due and
-        # the optimizer was not called. Fused optimizers are always called and skip on the device.
-        due, self._due = self._due, set()
-        scaler = scaler_of(trainer)
-        if isinstance(trainer.precision_plugin, ScaledPrecision):
-            return scaler is not None and bool(scaler.last_step_skipped)
-        if not isinstance(scaler, torch.amp.GradScaler) or scaler._scale is None or not due:
-            return False
-        return None if any(is_fused(each) for each in due) else True
 
     def _arrive(
         self, pending: _Pending, shapes: dict[Any, tuple[int, ...]], array: npt.NDArray[Any]
@@ -328,20 +311,19 @@ class FactsRecorder(pl.Callback):
             if names:
                 known |= {"largest_gradient": names[int(index)], "largest_gradient_norm": largest}
         if facts.skipped is None:
-            # torch's scaler lowers its scale at every overflow and only then.
-            known["skipped"] = known["next_loss_scale"] < known["loss_scale"]
+            # torch's scaler lowers its scale, unless it is 0, at every overflow and only then.
+            scale = known["loss_scale"]
+            known["skipped"] = known["next_loss_scale"] < scale or scale == 0
         facts = replace(facts, **known)
         highest = max(self.highest_rates.get(facts.optimizer, 0.0), facts.lr or 0.0)
         self.highest_rates[facts.optimizer] = highest
         facts = self.newest = replace(facts, highest_lr=highest)
+        if self.now is not None and self.now.step == facts.step:
+            self.now = facts
         if not facts.skipped and facts.loss is not None and math.isfinite(facts.loss):
             self.located = None
         samples = {m: Sample(facts, parts[m], own) for m, own in pending.context.items()}
         self._arrived.append((facts, samples))
-
-    def _called(self, optimizer: Optimizer, *_: Any) -> None:
-        if not is_fused(optimizer):
-            self._due.discard(optimizer)
 
 
 def facts_of(trainer: pl.Trainer, batch_idx: int | None = None) -> StepFacts:
