@@ -12,7 +12,7 @@ from lightning_mp._arguments import explains_arguments, refuse_values
 from lightning_mp.callbacks._rules.ranges import ROUNDING, UnderflowJudge, origin_of
 from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
-from lightning_mp.callbacks._step.training_state import TrainingStep, loss_scale_of
+from lightning_mp.callbacks._step.training_state import TrainingStep, is_fp16, loss_scale_of
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.tensor_stats import StatField
 
@@ -69,7 +69,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
             return None
         scale = loss_scale_of(step.trainer)
         held_at = 1.0 if scale is None else scale
-        held_at = held_at if self._passes_through_fp16() else _WIDE_SCALE
+        held_at = held_at if is_fp16(self.recorder.trainer) else _WIDE_SCALE
         last = torch.full((), torch.nan) if step.loss is None else step.loss
         packed = pack_stats([*found.gradients, last], scale=held_at, unscale=found.unscale)
         # Under DDP all ranks hold the same gradients.
@@ -90,7 +90,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
             "gradient_subnormal_share": subnormals,
             "gradient_norm": float(np.sqrt(squares.sum())),
         }
-        if self._passes_through_fp16():
+        if is_fp16(self.recorder.trainer):
             headroom = stats.headroom_bits(facts.loss_scale or 1.0)
             metrics["gradient_headroom_bits"] = min(headroom.values())
             columns["gradient_headroom_bits"] = headroom
@@ -101,7 +101,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         is_finite = not losses[:, StatField.NON_FINITE].any()
         if zeros == 1 and is_finite and not losses[:, StatField.AMAX].any():
             return []  # for example a hinge loss without violated margins
-        is_gone = zeros == 1 and is_finite and self._passes_through_fp16()
+        is_gone = zeros == 1 and is_finite and is_fp16(self.recorder.trainer)
         # Pure rounding error, for example the gradient of a bias before a norm.
         rms = np.sqrt(squares / np.maximum(np.array(stats.numels), 1))
         is_rounding = rms <= ROUNDING * (np.median(rms[rms > 0]) if rms.any() else 0.0)
@@ -122,10 +122,6 @@ class GradientUnderflowMonitor(SamplingMonitor):
         worst = worst if origin is None or not named else named
         # The worst tensors name the place; the others would only repeat it.
         return [_worded(verdict, facts.loss_scale, len(worst)) for verdict in worst[:3]]
-
-    def _passes_through_fp16(self) -> bool:
-        # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
-        return str(self.recorder.trainer.precision_plugin.precision).startswith("16")
 
 
 def _worded(found: Verdict, scale: float | None, count: int) -> Verdict:

@@ -95,7 +95,6 @@ class LossScaleMonitor(InstabilityMonitor):
         # A dynamic scale finds its level by overflows, which are not a failure.
         if self.steps > self.calibration_steps:
             self._window.append(is_skipped)
-        self.history.add_point("skipped", facts.step, float(is_skipped))
         metrics = {
             "loss_scale": scale,
             "skipped_steps": float(self.skipped_steps),

@@ -23,6 +23,7 @@ __all__ = [
     "TrainingStep",
     "gather_ranks",
     "gradients_of",
+    "is_fp16",
     "is_fused",
     "is_sharded",
     "learning_rate_of",
@@ -67,6 +68,12 @@ def is_sharded(trainer: pl.Trainer) -> bool:
     return isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
 
 
+def is_fp16(trainer: pl.Trainer) -> bool:
+    """Return whether the plugin computes in fp16."""
+    # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
+    return str(trainer.precision_plugin.precision).startswith("16")
+
+
 def gather_ranks(trainer: pl.Trainer, packed: Tensor) -> Tensor:
     """Stack tensors of equal shape of all ranks with one collective: [W, *packed.shape]."""
     if trainer.world_size == 1:
@@ -79,9 +86,8 @@ def gather_ranks(trainer: pl.Trainer, packed: Tensor) -> Tensor:
 def tags_of(trainer: pl.Trainer, facts: StepFacts) -> set[str]:
     """Return the conditions of a run that select sentences of alarms."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
     holds = {
-        "wide": not str(trainer.precision_plugin.precision).startswith("16"),
+        "wide": not is_fp16(trainer),
         "ending": facts.is_rate_ending,
         "locator": any(type(each).__name__ == "NonFiniteLocator" for each in callbacks),
         "rewinding": any(getattr(each, "action", "") == "rewind" for each in callbacks),
