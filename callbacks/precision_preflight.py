@@ -1,15 +1,12 @@
 """`PrecisionPreflight`: names the modules that half precision hurts, and settings that fix it."""
 
 import os
-import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -100,10 +97,7 @@ class PrecisionPreflight(pl.Callback):
             return
         self._seen += 1
         try:
-            with ExitStack() as stack:
-                if "torch._dynamo" in sys.modules:  # hooks inside compiled code do not run
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(restored_training(trainer, batch))
+            with restored_training(trainer, batch):
                 self._compare(trainer, batch, batch_idx)
         except Exception as error:
             text = (str(error).splitlines() or [""])[0][:200]

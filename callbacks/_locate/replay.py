@@ -209,8 +209,6 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
             is_due = model.require_forward_param_sync
             stack.callback(setattr, model, "require_forward_param_sync", is_due)
             stack.enter_context(model.no_sync())
-        if "torch._dynamo" in sys.modules:  # hooks do not run in compiled code
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(trace)
         record.rng.restore()
@@ -240,11 +238,13 @@ def _training_step(trainer: pl.Trainer, record: Record) -> Any:
 
 @contextmanager
 def restored_training(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
-    """Restore all state that a step changes."""
+    """Restore all state that a step changes, and run compiled modules eagerly."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     # States are saved here and restored in reverse order on exit.
     connector, plugin = trainer._logger_connector, trainer.precision_plugin
     with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # hooks do not run in compiled code
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.callback(RngState(trainer.strategy.root_device, module).restore)
         stack.callback(BufferState(module).restore)
         if isinstance(plugin, ScaledPrecision):
