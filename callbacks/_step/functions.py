@@ -46,11 +46,11 @@ class FunctionMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward and all(
-            t in (Tensor, nn.Parameter) for t in types
-        ):
-            with self:  # otherwise the mode would not see the calls inside
-                return opened_composites()[func](*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            opened = opened_composites().get(func)
+            if opened is not None and all(kind in (Tensor, nn.Parameter) for kind in types):
+                with self:  # otherwise the mode would not see the calls inside
+                    return opened(*args, **kwargs)
         output = func(*args, **kwargs)
         is_known = func in _ATTENTIONS or func in _CHOOSERS or func is F.cross_entropy
         is_seen = is_known and not torch.compiler.is_compiling()
