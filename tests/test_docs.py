@@ -106,7 +106,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("block", SCRIPTS)
-def test_block_runs_as_it_stands(
+def test_code_block_runs_unchanged(
     block: Block, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)

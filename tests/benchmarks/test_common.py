@@ -21,7 +21,7 @@ from benchmarks._common import (
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_steps_take_turns_until_their_time_is_up():
+def test_steps_alternate_until_the_time_limit():
     calls: list[str] = []
 
     def run(name: str, seconds: float) -> Callable[[], float]:
@@ -34,7 +34,7 @@ def test_steps_take_turns_until_their_time_is_up():
     assert failures == {}
 
 
-def test_run_that_fails_is_out():
+def test_failing_contender_is_left_out():
     def fail() -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -69,7 +69,7 @@ def test_only_short_steps_on_a_gpu_are_repeated(timed, device):
     assert spreads == {"long": [0.03], "short": [0.001]}
 
 
-def test_a_call_is_timed():
+def test_calls_are_timed():
     calls: list[int] = []
     spreads, _ = time_in_turn({"a": lambda: calls.append(1)}, CPU, 2)
     assert len(calls) == 4
@@ -82,7 +82,7 @@ def test_times_become_columns_and_ratios_are_taken_within_common_rounds():
     assert median_ratio([4.0, 9.0], [2.0, 3.0, 100.0]) == 2.5
 
 
-def test_peak_counts_what_lives_at_a_time():
+def test_peak_counts_tensors_that_exist_at_the_same_time():
     def run() -> torch.Tensor:
         first = torch.zeros(1024)
         second = first + 1
@@ -93,7 +93,7 @@ def test_peak_counts_what_lives_at_a_time():
     assert 0 <= scalars <= 64
 
 
-def test_device_is_picked(monkeypatch, capsys):
+def test_device_defaults_to_a_gpu_and_must_exist(monkeypatch, capsys):
     def parse(*argv: str) -> torch.device:
         return Benchmark("toy", "What it does.", lambda args: []).parse(argv).device
 
@@ -106,7 +106,7 @@ def test_device_is_picked(monkeypatch, capsys):
     assert parse() == CUDA
 
 
-def test_row_that_is_measured_again_takes_the_place_of_the_old_one(tmp_path):
+def test_row_that_is_measured_again_replaces_the_old_row(tmp_path):
     path, columns = tmp_path / "new" / "table.csv", ["date", "name", "chip", "ms"]
     for date, name, chip, ms in [
         (1, "a", "x", 5), (2, "a", "y", 4), (3, "b", "x", None), (4, "a", "x", 2)
@@ -117,7 +117,7 @@ def test_row_that_is_measured_again_takes_the_place_of_the_old_one(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_columns_that_a_file_has_not_are_added(tmp_path):
+def test_new_columns_are_added_to_an_existing_file(tmp_path):
     path = tmp_path / "table.csv"
     append_rows(path, ["name", "old"], [{"name": "a", "old": 1}], ["old"])
     append_rows(path, ["name", "new"], [{"name": "b", "new": 2}], ["new"])

@@ -32,7 +32,7 @@ def compile_in(cache: Path, root: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.sweep  # three interpreters import torch
-def test_another_process_in_another_folder_finds_them_in_a_carried_cache(tmp_path):
+def test_another_process_finds_the_kernels_in_a_moved_cache(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     done = compile_in(here, ROOT)
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_another_process_in_another_folder_finds_them_in_a_carried_cache(tmp_pat
 
 
 @pytest.mark.sweep
-def test_a_carried_cache_is_found_and_a_lost_kernel_is_compiled(tmp_path, monkeypatch, capsys):
+def test_moved_cache_is_used_and_a_missing_kernel_is_compiled(tmp_path, monkeypatch, capsys):
     arguments = ["--arch", str(ARCH), "--groups", "statistics"]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "here"))
     compile_ahead.main(arguments)
@@ -62,7 +62,7 @@ def test_a_carried_cache_is_found_and_a_lost_kernel_is_compiled(tmp_path, monkey
     assert "statistics: 3 in the cache, 1 compiled" in capsys.readouterr().out
 
 
-def test_the_key_is_that_of_a_launch(monkeypatch):
+def test_compiled_key_equals_that_of_a_launch(monkeypatch):
     """A launch with CUDA's driver passes the same to Triton's compiler as without a driver."""
     from triton.runtime import JITFunction, driver
 

@@ -151,7 +151,7 @@ def _nan_gradient(text: torch.Tensor) -> torch.Tensor:
     return (text - text.detach()).abs().sqrt().sum()
 
 
-def test_ours_that_fails_makes_way_for_ours_that_runs():
+def test_failing_loss_of_this_package_is_replaced_by_one_that_runs():
     def fail(*_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no kernel for this. Details follow.")
 

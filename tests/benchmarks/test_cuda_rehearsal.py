@@ -110,7 +110,7 @@ def test_inf_cl_gets_the_same_values_in_fp32(cuda, inf_cl, tmp_path):
     ("batch", "width", "reason"),
     [(128, 24, "multiple of 16"), (100, 32, "multiple of 64"), (128, 32, None)],
 )
-def test_inf_cl_is_left_out_where_it_would_be_wrong(inf_cl, batch, width, reason):
+def test_inf_cl_is_left_out_where_its_kernels_are_wrong(inf_cl, batch, width, reason):
     case = Case(batch, width, "fp32", 1.0, torch.device("cuda"))
     if reason is None:
         assert _contenders._inf_cl(case)

@@ -165,7 +165,7 @@ def test_kept_tiles_pay_where_products_take_longer_than_memory() -> None:
     assert saved_by_storing(4, 3, 800) == pytest.approx(0.25 * 2 / 3)
 
 
-def test_largest_batches_that_are_said_to_be_kept_are() -> None:
+def test_largest_stored_batch_equals_the_stored_values_of_the_tiles() -> None:
     tiles = TritonTiles()
     for budget, least in ((DEFAULT_BYTES // 2, 1.0), (2 * DEFAULT_BYTES, 0.25)):
         b = largest_stored(4, budget)

@@ -21,28 +21,28 @@ def toy_pass() -> Pass:
     return inputs, float(loss), log_sum_exps(ours.loss, inputs)
 
 
-def test_float64_agrees_with_a_right_pass(toy_pass):
+def test_float64_reference_accepts_a_correct_pass(toy_pass):
     assert max(errors_of(*toy_pass, CASE.batch).values()) < 5e-6
     again = sampled_errors(CASE, find_contenders(CASE)[0][0])
     assert problems_of(again, "fp32") == []
 
 
 @pytest.mark.parametrize("side", ["image_bD", "text_bD"])
-def test_float64_sees_one_wrong_gradient(toy_pass, side):
+def test_float64_reference_detects_one_wrong_gradient(toy_pass, side):
     getattr(toy_pass[0], side).grad[13] *= 1.01
     errors = errors_of(*toy_pass, CASE.batch)
     assert math.isclose(errors["gradient_error"], 0.01, rel_tol=1e-3)
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_float64_sees_one_wrong_log_sum_exp(toy_pass, side):
+def test_float64_reference_detects_one_wrong_log_sum_exp(toy_pass, side):
     toy_pass[2][side][13] += 0.01
     errors = errors_of(*toy_pass, CASE.batch)
     assert math.isclose(errors["term_error"], 0.01, rel_tol=1e-3)
     assert errors["mean_error"] > 1e-6
 
 
-def test_float64_sees_a_wrong_loss(toy_pass):
+def test_float64_reference_detects_a_wrong_loss(toy_pass):
     inputs, loss, lses = toy_pass
     errors = errors_of(inputs, 1.001 * loss, lses, 4)
     assert math.isclose(errors["mean_error"], 1e-3, rel_tol=1e-3)

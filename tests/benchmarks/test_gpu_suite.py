@@ -164,7 +164,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     "launcher", ["bash", "trap '' INT; bash"], ids=["foreground", "background"]
 )
-def test_step_that_hangs_is_interrupted_and_says_where(launcher, tmp_path):
+def test_step_that_hangs_is_interrupted_with_a_traceback(launcher, tmp_path):
     """Shells start background jobs with SIGINT ignored."""
     out = tmp_path / "out"
     python = executable(tmp_path / "python", HANGING)

@@ -12,7 +12,7 @@ from tests.benchmarks.rehearsing import QUICK, read
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_rehearsal_has_a_row_for_every_monitor_and_for_all(tmp_path: Path, capsys: Any) -> None:
+def test_rehearsal_has_a_row_for_every_monitor_and_for_all(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "rows.csv"
     assert main([*QUICK, "--csv", str(path)]) == 0
     rows = read(path)

@@ -80,12 +80,12 @@ def test_contenders_compute_the_same_steps(name):
     assert error_against_float64(CONTENDERS[name], torch.device("cpu")) < 1e-3
 
 
-def test_error_sees_another_learning_rate():
+def test_error_detects_another_learning_rate():
     wrong = CONTENDERS[BASE]._replace(make=lambda params: torch.optim.AdamW(params, lr=0.011))
     assert error_against_float64(wrong, torch.device("cpu")) > 0.05
 
 
-def test_cpu_gives_no_verdict_and_says_who_is_missing(capsys, monkeypatch, tmp_path):
+def test_run_on_a_cpu_has_no_verdict_and_lists_missing_contenders(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     names = ["SafeAdamW fused fp32", "torch fused fp32"]
     assert main([*QUICK, "--contenders", *names, "--rounds", "1"]) == 0
@@ -105,7 +105,7 @@ def test_cpu_gives_no_verdict_and_says_who_is_missing(capsys, monkeypatch, tmp_p
         (lambda params: params[0].no_such_thing, 1, "failed: AttributeError"),
     ],
 )
-def test_contender_of_ours_that_is_wrong_fails_the_run(
+def test_wrong_contender_of_this_package_fails_the_run(
     change, status, said, monkeypatch, capsys, tmp_path
 ):
     name, path = "SafeAdamW foreach fp32", tmp_path / "figures.csv"

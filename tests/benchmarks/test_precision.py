@@ -137,7 +137,7 @@ def test_contender_that_diverges_from_32_true_is_left_out(fits, why):
         judged(fits, OUTCOME.losses)
 
 
-def test_diverged_contender_of_ours_fails_the_run(monkeypatch, capsys, tmp_path):
+def test_diverged_contender_of_this_package_fails_the_run(monkeypatch, capsys, tmp_path):
     real = precision.fit
 
     def fit(*args, plugin, **kwargs):

@@ -83,7 +83,7 @@ def test_guard_warns_about_one_host_sync_per_step_for_an_optimizer_that_cannot_s
         ({"checkpoint_every_n_steps": 0}, "`checkpoint_every_n_steps` must be an integer"),
     ],
 )
-def test_error_of_a_wrong_argument_says_what_is_accepted(
+def test_error_of_a_wrong_argument_lists_accepted_values(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -24,7 +24,7 @@ def _cli(folder: Path, *args: str, **trainer: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_class_names_will_do_in_yaml(tmp_path: Path) -> None:
+def test_class_names_without_a_module_are_accepted_in_yaml(tmp_path: Path) -> None:
     cli = _cli(
         tmp_path,
         plugins=[{"class_path": "BalancedAMP", "init_args": {"half": "bf16"}}],
@@ -54,7 +54,7 @@ def test_monitors_are_known_by_name(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["InfCLStrategy", "inf_cl", "InfCLModelParallelStrategy", "inf_cl_fsdp2"]
 )
-def test_strategys_name_will_do_without_arguments(name: str, tmp_path: Path) -> None:
+def test_strategy_name_without_arguments_is_accepted(name: str, tmp_path: Path) -> None:
     for cli in (_cli(tmp_path, "--trainer.strategy", name), _cli(tmp_path, strategy=name)):
         assert cli.trainer.strategy.micro_batch_size == 256
 

@@ -62,7 +62,7 @@ def _spec(name: str, **arguments: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_mistake_is_said_last(
+def test_cause_of_an_error_is_printed_last(
     trainer: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -71,7 +71,7 @@ def test_mistake_is_said_last(
 
 
 @pytest.mark.slow
-def test_mistake_of_a_subcommand_is_said_last(
+def test_cause_of_an_error_of_a_subcommand_is_printed_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mistaken = _arguments(tmp_path, {"plugins": [_spec("BalancedAMP", half="float16")]})
@@ -99,7 +99,7 @@ def test_mistake_of_a_subcommand_is_said_last(
         ({"strategy": _spec("InfCLStrategy", prefetch=-1)}, r"^Passed `InfCLStrategy\(prefetch"),
     ],
 )
-def test_what_a_constructor_refuses_is_said_last(
+def test_value_that_a_constructor_refuses_is_printed_last(
     trainer: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=said) as caught:
@@ -112,16 +112,16 @@ def test_what_a_constructor_refuses_is_said_last(
     "message",
     ["Subcommand 'fit' does not accept option 'trainer.max_stepss'", "a\nb", ""],
 )
-def test_other_errors_have_no_reason_of_ours(message: str) -> None:
+def test_other_errors_are_printed_without_a_cause(message: str) -> None:
     assert reason_of(message) is None
 
 
-def test_error_in_other_words_is_no_error_of_ours() -> None:
+def test_error_with_an_unknown_message_is_not_ours() -> None:
     message = 'Parser key "half":\n  Does not validate against any of the Union subtypes\n  Sorry.'
     assert reason_of(message) == "half -> Does not validate against any of the Union subtypes"
 
 
-def test_reasons_that_are_as_good_are_all_said() -> None:
+def test_equally_probable_causes_are_all_printed() -> None:
     message = (
         'Parser key "loss":\n'
         "  Does not validate against any of the Union subtypes\n"

@@ -27,7 +27,7 @@ def _train(plugins: bool, folder: Path) -> tuple[list[float], dict[str, Any]]:
     return losses, json.loads((folder / "instability.json").read_text())
 
 
-def test_failing_run_without_plugins_dies_and_its_page_says_of_what(tmp_path: Path) -> None:
+def test_failing_run_without_plugins_ends_and_its_page_names_the_cause(tmp_path: Path) -> None:
     losses, data = _train(False, tmp_path)
     start = statistics.fmean(losses[:5])
     assert statistics.fmean(losses[AFTER]) > start

@@ -52,7 +52,7 @@ def test_hash_words_reads_words_wherever_they_stand():
     assert (words > 0).sum(dim=1).tolist() == [2, 3, 1]
 
 
-def test_memory_of_a_step_grows_as_its_lines_say():
+def test_memory_of_a_step_grows_with_each_line():
     names = encode_names([f"DIGIT {n}" for n in "ABCDEF"])
     images, ids = np.full((6, 32, 32), 7, dtype=np.uint8), np.arange(6, dtype=np.int32)
     table = GlyphTable(images=images, codes=names, name_ids=ids, font_ids=ids)

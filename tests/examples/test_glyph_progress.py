@@ -11,7 +11,7 @@ SILENT = {"enable_model_summary": False, "enable_checkpointing": False, "logger"
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("seconds", "steps"), [(0.0, [1, 2, 3]), (1e9, [3])])
-def test_lines_come_by_time_and_at_the_end(
+def test_lines_are_printed_at_an_interval_and_at_the_end(
     seconds: float, steps: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = LineProgress(every_n_seconds=seconds)
@@ -24,7 +24,7 @@ def test_lines_come_by_time_and_at_the_end(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_terminal_is_left_to_the_bar(
+def test_terminal_shows_only_the_progress_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)

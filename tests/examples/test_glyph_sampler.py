@@ -59,14 +59,14 @@ def test_rows_of_a_name_meet_other_names_each_epoch(name_ids):
     assert len(set(first.tolist()) & set(second.tolist())) < len(first) / 2
 
 
-def test_name_with_more_rows_than_batches_is_refused():
+def test_name_with_more_rows_than_batches_raises():
     name_ids = np.repeat(np.arange(10), 5)
     with pytest.raises(ValueError, match="one name has 5 rows, but an epoch only 4 batches"):
         TwinFreeSampler(name_ids, batch_size=12)
 
 
 @pytest.mark.parametrize(("batch_size", "num_replicas"), [(51, 1), (0, 1), (1, 2)])
-def test_batch_that_cannot_be_dealt_is_refused(batch_size, num_replicas):
+def test_invalid_batch_size_raises(batch_size, num_replicas):
     with pytest.raises(ValueError, match=r"TwinFreeSampler\(batch_size="):
         TwinFreeSampler(np.arange(50), batch_size=batch_size, num_replicas=num_replicas)
 

@@ -39,7 +39,7 @@ def needs(*packages: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_recipe_is_parsed_as_it_stands(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_is_parsed_unchanged(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["fit", "--config", str(path), "--print_config"])
     printed = capsys.readouterr().out

@@ -27,7 +27,7 @@ def test_readme_of_examples_names_them_all() -> None:
         assert f"`{name}.py`" in text, name
 
 
-def test_data_is_letters_and_text() -> None:
+def test_data_are_letters_and_text() -> None:
     images, labels = data.letters(data.FONTS[:2], shifts=1)
     assert images.shape == (52, 1, 16, 16)
     assert labels.tolist() == [*range(26), *range(26)]

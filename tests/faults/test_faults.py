@@ -38,7 +38,7 @@ def test_other_ranks_end_in_time_and_say_why(case: Fault) -> None:
     case.check()
 
 
-def test_no_disk_ends_a_run() -> None:
+def test_no_disk_error_ends_a_run() -> None:
     check_disks([case for case in DISKS if is_short(case)])
 
 
@@ -48,7 +48,7 @@ def _group(disk: Disk) -> tuple[str, str]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("group", sorted({_group(each) for each in DISKS}), ids="-".join)
-def test_no_disk_ends_a_run_wherever_it_fails(group: tuple[str, str]) -> None:
+def test_no_disk_error_at_any_call_ends_a_run(group: tuple[str, str]) -> None:
     check_disks([case for case in DISKS if _group(case) == group])
 
 

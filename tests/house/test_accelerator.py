@@ -12,7 +12,7 @@ RENAMED = {"device", "mem_get_info", "set_device", "current_device"}
 OTHERWISE = {"is_available", "device_count", "get_device_capability", "current_stream"}
 
 
-def test_torch_cuda_is_asked_for_what_is_cudas_alone() -> None:
+def test_torch_cuda_is_used_only_where_torch_accelerator_has_no_equivalent() -> None:
     offered = RENAMED | set(dir(torch.accelerator)) - OTHERWISE
     asked = {
         (path.relative_to(ROOT).as_posix(), name)

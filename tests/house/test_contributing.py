@@ -51,7 +51,7 @@ def paths_of(cell: str) -> list[Path]:
     return [home, *((ROOT if "/" in other else home.parent) / other for other in others)]
 
 
-def test_limits_are_those_of_the_text() -> None:
+def test_limits_equal_those_of_contributing() -> None:
     assert f"{MODULE} at the very most; a function fits in {FUNCTION} beside its docstring" in TEXT
     assert f"which cannot be divided, in {KERNEL}" in TEXT
 
@@ -158,7 +158,7 @@ def test_tests_have_a_folder_for_each_package() -> None:
     assert folders - rooms - own == {"benchmarks", "examples"}
 
 
-def test_each_file_of_tests_says_what_it_holds() -> None:
+def test_each_test_file_has_a_docstring() -> None:
     silent = [name_of(path) for path in TESTS if not path.read_text().startswith(('"""', 'r"""'))]
     assert silent == []
 

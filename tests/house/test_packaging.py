@@ -122,7 +122,7 @@ def test_wheel_in_a_fresh_environment_imports_every_public_name(
 
 
 @pytest.mark.parametrize("name", ["callbacks", "strategies"])
-def test_bare_import_names_the_right_one(name: str) -> None:
+def test_import_without_the_package_name_suggests_the_right_import(name: str) -> None:
     with pytest.raises(ImportError, match=f"write `import lightning_mp.{name}`"):
         __import__(name)
 

@@ -34,7 +34,7 @@ def test_every_requirement_has_a_lower_bound_that_the_floor_pins() -> None:
         assert str(pin.marker) == str(requirement.marker)
 
 
-def test_readme_says_what_is_required() -> None:
+def test_readme_states_the_requirements() -> None:
     lowest = {pin.name: str(pin.specifier)[2:] for pin in map(Requirement, PINS)}
     lowest["Python"] = re.search(r'requires-python = ">=([\d.]+)"', PYPROJECT)[1]
     said = re.search(r"`pip install \.` \((.*?)\)", (ROOT / "README.md").read_text())[1]
@@ -65,7 +65,7 @@ def test_workflows_run_targets_of_the_makefile(file: str) -> None:
             assert re.search(r"@[0-9a-f]{40}$", step.get("uses", "@" + 40 * "0")), step
 
 
-def test_version_is_that_of_the_tag() -> None:
+def test_version_equals_the_tag() -> None:
     assert 'dynamic = ["version"]' in PYPROJECT
     assert "[tool.setuptools_scm]" in PYPROJECT
     assert lightning_mp.__version__ == importlib.metadata.version("lightning-mp")

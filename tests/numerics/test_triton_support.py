@@ -96,7 +96,7 @@ def test_amd_gpu_gets_no_configurations_of_hopper(
     assert isinstance(tiles_for(GPU, torch.bfloat16), TorchTiles)
 
 
-def test_missing_triton_is_the_reason(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_missing_triton(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert triton_problem(GPU) == "Triton is not installed"
     with pytest.raises(ValueError, match="Triton is not installed"):

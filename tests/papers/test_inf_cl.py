@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_table_carries_provenance_and_refuses_rows_of_no_kind(out: Output) -> None:
+def test_table_contains_provenance_and_refuses_rows_without_a_kind(out: Output) -> None:
     path = out.table("small", [{"kind": MEASURED, "value": 1.5}], "Small")
     (row,) = read(path)
     assert row["value"] == "1.5"
@@ -50,7 +50,7 @@ def test_tables_and_pictures_replace_those_of_an_earlier_run_and_no_others(out: 
     )
 
 
-def test_unknown_part_is_named_with_those_there_are(tmp_path: Path) -> None:
+def test_error_for_an_unknown_part_lists_the_parts(tmp_path: Path) -> None:
     with pytest.raises(
         SystemExit,
         match="inf-cl has no part table9. Choose among figures_and_formulas, table1, table2",
@@ -60,7 +60,7 @@ def test_unknown_part_is_named_with_those_there_are(tmp_path: Path) -> None:
     assert list(PARTS) == ["figures_and_formulas", "table1", "table2", "figure1", *trained]
 
 
-def test_baselines_are_the_loss_that_ours_is() -> None:
+def test_baselines_compute_the_same_loss() -> None:
     torch.manual_seed(0)
     sides = [F.normalize(torch.randn(96, 16, dtype=torch.float64), dim=-1) for _ in range(2)]
     scale = torch.tensor(14.3, dtype=torch.float64)
@@ -168,7 +168,7 @@ def _peaks_on_a_rank(rank: int) -> list[int]:
 
 @pytest.mark.sweep
 @pytest.mark.distributed
-def test_loss_on_ranks_allocates_what_formulas_say() -> None:
+def test_loss_on_ranks_allocates_the_bytes_of_the_formulas() -> None:
     ranks = memory.RANKS
     found = dict(zip(memory.METHODS, run_ranks(_peaks_on_a_rank, ranks)[0], strict=True))
     for method, measured in found.items():
@@ -200,7 +200,7 @@ def test_figure5_trains_on_the_glyphs_by_both_rules(
 
 @pytest.mark.sweep
 @pytest.mark.distributed
-def test_all_parts_run_and_label_what_they_say(
+def test_all_parts_run_and_label_their_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -10,7 +10,7 @@ from tests.benchmarks.rehearsing import read
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_every_rung_keeps_what_the_one_before_added() -> None:
+def test_every_rung_changes_one_setting_of_the_rung_before() -> None:
     names = ["precision", "optimizer", "pool", "layout", "larger"]
     for before, after in zip(LADDER[:-1], LADDER[1:], strict=True):
         changed = [name for name in names if getattr(before, name) != getattr(after, name)]

@@ -144,7 +144,7 @@ def test_advice_names_what_to_change(gpu: int, host: int, batch: int, said: str)
     assert said in advice(_subject(), Machine(8, gpu * GIB, host * GIB, 8, 8), batch)
 
 
-def test_plan_without_arguments_says_what_to_pass() -> None:
+def test_plan_without_arguments_lists_the_options() -> None:
     with pytest.raises(SystemExit, match="pass either `--config` or `--model`"):
         main(["plan"])
     with pytest.raises(SystemExit, match="must be one of 32-true"):

@@ -45,7 +45,7 @@ def test_clamping_and_counting_read_nothing_on_the_host() -> None:
             clamp.counted()
 
 
-def test_counts_go_on_in_training_after_a_first_forward_in_inference_mode() -> None:
+def test_counts_continue_in_training_after_a_first_forward_in_inference_mode() -> None:
     model = overflowing()
     clamp = InfClamp(["Linear"]).attach(model)
     with torch.inference_mode():
@@ -67,7 +67,7 @@ class _Elsewhere:
         return self._value.clone()
 
 
-def test_counts_of_another_device_that_meet_this_one_in_inference_mode_go_on() -> None:
+def test_counts_that_change_device_in_inference_mode_continue() -> None:
     model = overflowing()
     clamp = InfClamp(["Linear"]).attach(model)
     one = clamped_once(model, clamp)
@@ -81,7 +81,7 @@ def test_counts_of_another_device_that_meet_this_one_in_inference_mode_go_on() -
     assert clamp.counts().tolist() == [0, 0]
 
 
-def test_counts_saved_and_loaded_go_on_by_name_before_or_after_attach() -> None:
+def test_loaded_counts_continue_by_name_before_or_after_attach() -> None:
     model = overflowing()
     clamp = InfClamp(["Linear"]).attach(model)
     one = clamped_once(model, clamp)

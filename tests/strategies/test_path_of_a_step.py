@@ -47,7 +47,7 @@ class Traces(pl.Callback):
                 self.files.append(name)
 
 
-def test_a_step_passes_the_files_of_the_docs_with_few_moves() -> None:
+def test_step_passes_the_files_of_the_docs_with_few_moves() -> None:
     assert Path(lightning_mp.__file__).parents[1] == ROOT
     traces = Traces()
     strategy = InfCLStrategy(micro_batch_size=4)
