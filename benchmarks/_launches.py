@@ -36,7 +36,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig, tab
 __all__ = ["Launch", "absent_device", "call_loss", "fake_gpu", "launches_in"]
 
 WARP = 32
-_MULTIPROCESSORS = 132  # of an H100; the shape of softmax blocks depends on it
+_MULTIPROCESSORS = 132  # an H100; the shape of softmax blocks depends on the number
 _BASE_ADDRESS = 4096  # CUDA's allocator aligns to more than any kernel needs
 # Triton caches kernels by device number; each stub of the driver gets a new number.
 _NUMBERS = itertools.count(-1, -1)

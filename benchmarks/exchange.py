@@ -141,7 +141,7 @@ def count(
             plan = plan_of(Request(*inputs), *travel, needs_grad, pairs=sum(sizes))
             with counts:
                 found = softmax_loss(plan)
-                found.loss.float()  # as the operator does
+                found.loss.float()  # the operator does the same
                 none = torch.empty(0)
                 gradients = [found.d_image_bD, found.d_text_nD, found.d_scale, none, none]
                 finish_gradients(torch.empty(()), *inputs, None, gradients)

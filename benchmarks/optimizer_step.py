@@ -32,7 +32,7 @@ from lightning_mp.optim.safe_adamw import SafeAdamW
 from papers._vit import SIZES, ViT
 
 BASE, COPY = "torch fused fp32", "copy"
-TARGET_FRACTION = 0.85  # of the bandwidth of a copy, on CUDA
+TARGET_FRACTION = 0.85  # fraction of the bandwidth of a copy, on CUDA
 TOLERANCE = 0.05
 FP32, FP16 = torch.float32, torch.float16
 TABLE = {
@@ -51,7 +51,7 @@ class TimedOptimizer(NamedTuple):
     """An optimizer to time, and the least memory traffic of its step for each weight."""
 
     make: Callable[[Sequence[Tensor]], Any]
-    dtype: torch.dtype  # of weights and gradients
+    dtype: torch.dtype  # dtype of weights and gradients
     bytes_per_element: int
     needs_gpu: bool = False  # its bandwidth has a target
 

@@ -32,7 +32,7 @@ __all__ = ["RepresentationMonitor"]
 
 _ROWS = 256  # largest number of features for the effective rank
 _LEAST = 4  # smallest number of features that are measured
-_PROJECTIONS = 16  # of features, for telling whether a tower changes
+_PROJECTIONS = 16  # random projections of features, which show whether a tower changes
 _WIDTH = 2 + 4 * _PROJECTIONS  # numbers in a row
 _FEATURES = ("image_features", "text_features")
 

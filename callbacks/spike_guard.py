@@ -139,7 +139,9 @@ class SpikeGuard(InstabilityMonitor):
         self._has_stepped = True
         self._skips = 0  # consecutive steps that a loss scaler has skipped
         self._runs: dict[str, int] = {}  # consecutive bad steps, by optimizer and kind
-        self._lrs: deque[float] = deque(maxlen=window_steps)  # of the first optimizer
+        self._lrs: deque[float] = deque(
+            maxlen=window_steps
+        )  # learning rates of the first optimizer
         self._is_bad: Tensor | None = None  # whether loss and norm of the next step are bad
         self._is_ending = False  # whether training ends at the current step
         self._event: tuple[StepFacts, Verdict] | None = None  # bad step to act on

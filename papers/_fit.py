@@ -29,13 +29,13 @@ Batch = tuple[Tensor, Tensor]
 class Outcome:
     """The result of one fit."""
 
-    step_seconds: tuple[float, ...]  # of timed steps that were not skipped
-    losses: tuple[float, ...]  # of all steps, before their updates
+    step_seconds: tuple[float, ...]  # times of timed steps that were not skipped
+    losses: tuple[float, ...]  # losses of all steps, before their updates
     updates: int  # number of updates before the last loss
     loss_scale: float | None  # after the last step; `None` without
     skipped_steps: int  # steps without an update
     peak_bytes: int | None  # by the allocator; `None` on a CPU
-    parameters: int  # of the model
+    parameters: int  # number of parameters of the model
 
 
 class Classifier(pl.LightningModule):

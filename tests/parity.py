@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-BITS = {"fp16": 11, "bf16": 8}  # of a significand, the leading one included
+BITS = {"fp16": 11, "bf16": 8}  # bits of a significand, with the leading bit
 Write = Literal["fp32", "stochastic", "nearest"]
 
 

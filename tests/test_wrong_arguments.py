@@ -35,7 +35,7 @@ VALUES: list[Any] = [
     *(torch.float16, nn.Linear(1, 1)),
     *(10**400, -(10**400), 2**63, bytearray(b"a"), memoryview(b"a"), [10**400]),
 ]
-SIGNED = {"margin"}  # of all numbers
+SIGNED = {"margin"}  # arguments that accept every number
 ARGUMENTS = [
     (name, parameter.name)
     for name in MISSPELT

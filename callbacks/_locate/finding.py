@@ -21,7 +21,7 @@ class NonFiniteSource:
     source: Source  # `"nowhere"`: the replay was finite; `"failed"`: the replay raised an error
     name: str = ""  # dotted name of the tensor or module, or the class of the root module
     text: str  # description in whole sentences
-    dtype: str = ""  # of the non-finite tensor, such as `"float16"`
+    dtype: str = ""  # dtype of the non-finite tensor, such as `"float16"`
     is_nan: bool = False  # whether the tensor contains NaN
     amax: float | None = None  # the largest magnitude of the inputs
     limit: float | None = None  # the largest finite value of the dtype

@@ -43,7 +43,7 @@ _Seen = tuple[NonFiniteSource | None, float, str]
 class Record:
     """Everything that is needed to replay a batch."""
 
-    batch: Any  # as passed to `training_step`; containers are copied
+    batch: Any  # argument of `training_step`; containers are copied
     batch_idx: int  # within the epoch
     rng: RngState  # states of the random generators before the step
     loss: float | None = None  # the loss of the original step, if known

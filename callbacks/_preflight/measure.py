@@ -107,7 +107,7 @@ def _module_error(runs: Runs, path: str, kind: str, whole: Run, half: Run) -> Mo
     pairs = [(g, e) for g, e in of_both if e.numel() and g.shape == e.shape]
     # All gradients together, because one gradient may be 0 except for rounding.
     together = [torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True)]
-    smallest = torch.finfo(runs.half or torch.float16).tiny  # of the normal numbers
+    smallest = torch.finfo(runs.half or torch.float16).tiny  # smallest normal number
     lost = [float(((g == 0) & (e != 0)).float().mean()) for g, e in pairs]
     subnormal = [float(((g != 0) & (g.abs() < smallest)).float().mean()) for g, _ in pairs]
     handed, true = half.calls[path].output.float(), whole.calls[path].output.float()

@@ -58,9 +58,9 @@ class ModuleError:
 
     path: str
     kind: str  # class of the module
-    output: float  # of its output when it runs alone on the inputs of the half run
-    gradient: float  # of its gradients for inputs and parameters when it runs alone
-    handed: float  # of its output in the whole run, including the errors of its inputs
+    output: float  # error of its output when it runs alone on the inputs of the half run
+    gradient: float  # error of its gradients for inputs and parameters when it runs alone
+    handed: float  # error of its output in the whole run, including errors of its inputs
     largest: float  # largest magnitude of its output in fp32
     underflow: float  # largest share of zeros in a gradient that are not zero in fp32
     subnormal: float  # largest share of subnormal values in a gradient, at the loss scale

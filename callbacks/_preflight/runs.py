@@ -61,7 +61,7 @@ class Run(NamedTuple):
     """Results of one run of a training step."""
 
     loss: float  # unscaled
-    gradients: dict[str, Tensor]  # of the trained parameters by name, unscaled, in fp32
+    gradients: dict[str, Tensor]  # gradients of trained parameters by name, unscaled, in fp32
     calls: dict[str, ModuleCall]  # the first call of each module by path, if recorded
     cotangents: dict[str, Tensor]  # scaled gradients of the outputs of these calls
 

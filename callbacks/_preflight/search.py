@@ -91,7 +91,7 @@ class _Trials:
 
 def cheapest_remedy(trials: _Trials, found: Preflight) -> Preflight:
     """Return the result with the remedy that needs the least work in fp32."""
-    remedy = found.remedy  # of the earlier steps
+    remedy = found.remedy  # remedy of the earlier steps
     ratio = trials.ratio(remedy)
     if ratio < MATTERS:
         return replace(found, mended=max(ratio, found.mended or 0.0))

@@ -60,7 +60,7 @@ def _block_moments(values: Tensor, unscale: float | Tensor, histogram: bool) -> 
     row = torch.stack([part.to(torch.float64) for part in parts])
     if not histogram:
         return row
-    exponent = ((x.view(torch.int64) >> 52) & 0x7FF) - 1023  # of float64's 64 bits
+    exponent = ((x.view(torch.int64) >> 52) & 0x7FF) - 1023  # from the 64 bits of float64
     place = exponent.clamp_(_LOWEST - 1, _HIGHEST).sub_(_LOWEST - 1)
     # `bincount` would wait for a GPU.
     bins = torch.zeros(len(EXPONENTS), dtype=torch.int64, device=x.device)

@@ -42,12 +42,12 @@ class StepFacts:
     rank: int
     optimizer: int = 0
     optimizer_name: str = ""
-    lr: float | None = None  # of the first parameter group
-    highest_lr: float | None = None  # of this optimizer so far
+    lr: float | None = None  # learning rate of the first parameter group
+    highest_lr: float | None = None  # highest learning rate of this optimizer so far
     # Unscaled mean over micro-batches, and over ranks if they exchange losses. In manual
     # optimization, the sum of all losses that were backpropagated since the last step.
     loss: float | None = None
-    gradient_norm: float | None = None  # of all unscaled gradients, before clipping
+    gradient_norm: float | None = None  # norm of all unscaled gradients, before clipping
     largest_gradient: str | None = None  # name of the parameter with the largest gradient norm
     largest_gradient_norm: float | None = None
     loss_scale: float | None = None  # scale of this step; `None` without a loss scale

@@ -33,7 +33,9 @@ class RepresentationRule(Learning):
     _rank: dict[str, float] = field(default_factory=dict, init=False)
     _low: dict[str, int] = field(default_factory=dict, init=False)
     _flat: dict[str, int] = field(default_factory=dict, init=False)
-    _sketch: dict[str, Sketch] = field(default_factory=dict, init=False)  # of the first sample
+    _sketch: dict[str, Sketch] = field(
+        default_factory=dict, init=False
+    )  # sketches of the first sample
     _still: dict[str, int] = field(default_factory=dict, init=False)  # consecutive samples
     # By name of the loss: logit scale, number of consecutive samples with this value, and whether
     # the scale has ever changed.

@@ -25,7 +25,7 @@ class SignalVerdict(NamedTuple):
     """Result of a window: tensors or arrays over all signals, or numbers of one signal."""
 
     value: Any  # measured value
-    median: Any  # of the window; NaN if the window is empty
+    median: Any  # median of the window; NaN if the window is empty
     limit: Any  # values above are spikes
     highest: Any  # the highest value in the window
     z: Any  # robust deviations above the median; NaN if the window has too few values

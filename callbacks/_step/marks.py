@@ -40,7 +40,7 @@ _OWN = re.compile(
 class Mark:
     """A checkpoint to rewind to, with the state of the loops before a step."""
 
-    path: str  # of the checkpoint; only a key if the mark is in memory
+    path: str  # path of the checkpoint; only a key if the mark is in memory
     step: int  # optimizer steps attempted before, the axis of loggers
     global_step: int  # optimizer steps completed before
     schedule_steps: int  # steps of LR schedules completed before
@@ -61,7 +61,7 @@ class MarkStore:
         self.bytes = 0  # size of the latest checkpoint
         self.is_in_memory = storage != "disk"
         self._held: dict[str, io.BytesIO] = {}
-        self._rng: dict[str, Any] = {}  # of this rank, by path
+        self._rng: dict[str, Any] = {}  # generator states of this rank, by path
         self._folder = SignedFolder(Path(), _OWN)  # rank zero has the lock
         self._failures = Failures(usage)
 

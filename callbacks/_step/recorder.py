@@ -90,7 +90,7 @@ class FactsRecorder(pl.Callback):
         self.now: StepFacts | None = None
         self.newest: StepFacts | None = None  # the latest facts that have arrived
         self.newest_loss: Tensor | None = None  # unscaled loss of the last backward
-        self.step: TrainingStep | None = None  # of the optimizer that is about to step
+        self.step: TrainingStep | None = None  # step of the optimizer that is about to step
         self.located: Alarm | None = None  # the locator's alarm, until a loss is finite again
         self.batches: BatchKeeper | None = None  # if a callback has `save_batch`
         self._losses: list[Tensor] = []  # since the last optimizer step

@@ -114,7 +114,7 @@ class NamedTensors(NamedTuple):
     """Tensors of an optimizer under the names of the model's parameters."""
 
     names: list[str]  # dotted
-    gradients: list[Tensor]  # of parameters that have a gradient
+    gradients: list[Tensor]  # gradients of the parameters that have one
     parameters: list[Tensor]  # the tensors that the optimizer updates
     unscale: float | Tensor  # 1, or the inverse loss scale on the device
 
@@ -133,8 +133,8 @@ class TrainingStep:
     optimizer: Optimizer
     names: dict[int, str]  # names of parameters, by `id`
     loss: Tensor | None  # unscaled loss of the last backward
-    signals: Tensor | None = None  # of `measure_signals`, if a monitor needs the gradient norm
-    context: dict[str, Any] = field(default_factory=dict)  # of the monitor that observes
+    signals: Tensor | None = None  # result of `measure_signals`, if a monitor needs the norm
+    context: dict[str, Any] = field(default_factory=dict)  # set by the monitor that observes
 
     @cached_property
     def found(self) -> NamedTensors:

@@ -25,7 +25,7 @@ from lightning_mp.plan.tower_bytes import measure_towers
 
 DIRECTIONS = {"image_to_text": "glyph to name", "text_to_image": "name to glyph"}
 TOP_K = (1, 5, 10)
-MICRO_BATCH = 256  # as in the config
+MICRO_BATCH = 256  # the value of the config
 
 
 @torch.no_grad()

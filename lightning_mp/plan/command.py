@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["pairs_of", "plan"]
 
-_GPUS = 8  # of a node, if neither the command nor the config names a number
+_GPUS = 8  # GPUs of a node, if neither the command nor the config names a number
 
 
 def plan(

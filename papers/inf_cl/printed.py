@@ -79,7 +79,7 @@ class Cell:
 
     table: str  # the table or figure
     label: str  # row and column
-    paper: float  # as printed
+    paper: float  # value printed in the paper
     predicted: float | None  # by the formulas; `None` if they do not cover it
     note: str = ""  # `"fitted"`, or an explanation
 

@@ -40,7 +40,7 @@ class Recipe:
     batch: int  # global batch
     samples: int  # number of pairs in the whole training, whatever the batch
     lr: float = LEARNING_RATE  # peak learning rate of AdamW
-    seed: int = 0  # of weights and data order
+    seed: int = 0  # seed of weights and data order
     micro_batch: int = 256  # micro-batch of the gradient cache
 
 

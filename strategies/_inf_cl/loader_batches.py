@@ -64,7 +64,7 @@ class _GatheringLoader:
         epoch_batches: Callable[[], float],
     ) -> None:
         self._loader, self._count, self._declared, self._pin = loader, count, declared, pin
-        self._roles: dict[str, Role] = {}  # of fields, known after the first loader batch
+        self._roles: dict[str, Role] = {}  # roles of fields, known after the first loader batch
         self._place, self._epoch_batches = place, epoch_batches
         self._gathered = self._start = 0  # batches of this epoch
         self._before: dict[str, Any] | None = None

@@ -87,7 +87,7 @@ class LoaderOrder(Place):
         self._batches: Any = loader.batch_sampler
         self._resumed: tuple[int, list[Tensor]] | None = None
         self._rest: Iterator[Any] | None = None  # remaining indices of a resumed epoch
-        self._states: list[Tensor] = []  # of the generators before the order was drawn
+        self._states: list[Tensor] = []  # generator states before the order was drawn
         self._taken = 0
 
     @staticmethod

@@ -95,7 +95,7 @@ def test_loss_of_one_process_is_a_few_launches(batch: int) -> None:
     counts = count([batch], WIDTH, "ring")
     # Positives, sums of a tile, merge, terms; factors, the wide variant, positives' gradients.
     assert (counts.of["kernel"], counts.of["product"]) == (7, 2)
-    # As with several ranks, without the sums over ranks.
+    # The same as with several ranks, without the sums over ranks.
     assert counts.of["op"] <= 7
     assert counts.of["wait"] == counts.collectives.total() == 0
 

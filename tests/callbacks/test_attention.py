@@ -110,7 +110,7 @@ class SelfAttention(nn.Module):
         return float(logits.detach().abs().max())
 
 
-PADDED = torch.arange(7) >= torch.tensor([7, 4, 2])[:, None]  # of three samples, true where unseen
+PADDED = torch.arange(7) >= torch.tensor([7, 4, 2])[:, None]  # three samples; true where masked
 SQUARE = torch.ones(7, 7, dtype=torch.bool).tril()
 
 

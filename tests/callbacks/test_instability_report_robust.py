@@ -52,7 +52,7 @@ def test_killed_run_keeps_its_last_alarm_and_the_resumed_run_continues_the_page(
     assert [alarm["step"] for alarm in data["alarms"]] == [10, 25]
     assert data["curves"]["loss"]["steps"] == list(range(26))  # including the step of the alarm
     assert "It is odd." in page.read_text()
-    folder = tmp_path / "version_1" if elsewhere else tmp_path  # as of a logger's new version
+    folder = tmp_path / "version_1" if elsewhere else tmp_path  # a logger's new version
     resumed = InstabilityReport(dirpath=str(folder))
     watch(Watched(steps=40), [resumed, AlarmAt(30)], ckpt_path=str(tmp_path / "last.ckpt"))
     assert resumed.path == folder / "instability.html"

@@ -31,7 +31,7 @@ def _train(folder: str, how: str) -> None:
 
     if how == "handler":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    if how == "requeue":  # as in a job of SLURM, whose `scontrol requeue` ends the job
+    if how == "requeue":  # in SLURM, `scontrol requeue` ends the job
         scontrol = Path(folder) / "scontrol"
         scontrol.write_text("#!/bin/sh\necho $* > $(dirname $0)/called\nkill -TERM $PPID\n")
         scontrol.chmod(0o755)

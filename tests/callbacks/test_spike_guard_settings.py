@@ -90,7 +90,7 @@ def test_error_of_a_wrong_argument_lists_accepted_values(
         SpikeGuard(**arguments)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, on Lightning
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by jsonargparse
 def test_guard_is_instantiated_from_a_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ def test_new_batch_size_does_not_recompile() -> None:
         loss: Tensor = loss_fn(image, text, 20.0, negatives=negatives, positives=positives)
         return 3 * loss
 
-    torch._dynamo.utils.counters.clear()  # of other tests in this process
+    torch._dynamo.utils.counters.clear()  # counts of other tests in this process
     compiled_step = compiled(step, dynamic=True)
     for b in (5, 12, 33):
         sizes = ((b, 24), (b + 3, 24), (b, 4, 24))

@@ -274,7 +274,7 @@ def test_foreach_adagrad_multiplies_gradients_by_the_learning_rate_in_half() -> 
 def test_guard_keeps_existing_fp32_states_through_checkpoints() -> None:
     parameter = half_parameter()
     optimizer = optim.Adagrad([parameter])
-    for handle in guard_adam_epsilon(optimizer):  # as at the end of a first fit
+    for handle in guard_adam_epsilon(optimizer):  # the end of a first fit does the same
         handle.remove()
     guard_adam_epsilon(optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

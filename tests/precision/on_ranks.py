@@ -24,6 +24,6 @@ def batches(rank: int | None = None) -> DataLoader:
 
 
 def fit_on_ranks(model: Any, plugin: Any, data: Any, strategy: Any = None) -> Any:
-    working_copies._SMALL = 0  # as in `conftest.py`, whose fixtures do not run on ranks
+    working_copies._SMALL = 0  # fixtures of `conftest.py` do not run on ranks
     options = {"devices": RANKS, "use_distributed_sampler": False}
     return fit(model, plugin, data, strategy=strategy or DDPStrategy(), **options)

@@ -78,7 +78,7 @@ def test_nested_tensors_are_clamped_and_counted_like_their_components(
     y = model(x)
     assert y.layout is layout
     assert torch.equal(torch.cat(y.unbind()), expected)
-    assert (y + x).is_nested  # of the same structure
+    assert (y + x).is_nested  # x and y have the same structure
     torch.cat(y.unbind()).sum().backward()
     assert torch.equal(torch.cat(x.grad.unbind()), rows.grad)
     assert clamp.counted() == {"0": 4}

@@ -33,7 +33,7 @@ def test_transformer_encoder_with_a_padding_mask_is_close_to_fp32(
     expected = module[1](module[0](x), src_key_padding_mask=mask)
     attached(module, half, keep=[m for m in module.modules() if isinstance(m, nn.LayerNorm)])
     was_on = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # as the plugin does
+    torch.backends.mha.set_fastpath_enabled(False)  # the plugin does the same
     try:
         with torch.set_grad_enabled(training), OpPolicy().context("cpu", half):
             output = module[1](module[0](x), src_key_padding_mask=mask)

@@ -43,7 +43,7 @@ def test_several_texts_per_image_are_concatenated_with_shifted_row_numbers(
     parts = [several_texts(counts, 1), several_texts(counts[::-1], 2)]
     whole = several_texts([*counts, *counts[::-1]])
     whole |= {name: torch.cat([part[name] for part in parts]) for name in ("image", "text")}
-    roles = {**SEVERAL, "positives": "rows padded with -1"}  # as wide as the widest loader batch
+    roles = {**SEVERAL, "positives": "rows padded with -1"}  # the width of the widest loader batch
     (naive,) = gather_batches(parts, 2, **roles)
     (joined,) = gather_batches(parts, 2, **SEVERAL)
     assert torch.equal(joined["positives"], whole["positives"])

@@ -148,7 +148,7 @@ class FollowingSum:
         """Add this rank's part of the current shard, and send the sum on."""
         total = part
         if self._sending is not None:
-            # As late as possible: the part was computed meanwhile.
+            # Waits late, because the part was computed meanwhile.
             (so_far,) = self._sending.wait()
             total = _COMBINED[self._combine](so_far, part)
         self._step += 1

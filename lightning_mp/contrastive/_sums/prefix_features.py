@@ -20,7 +20,7 @@ from lightning_mp.numerics.floats import accumulation_dtype
 
 __all__ = ["PrefixFeatures", "Prefix", "prefixes_of"]
 
-_LEAST_NORM = 1e-12  # as in torch's `normalize`
+_LEAST_NORM = 1e-12  # the epsilon of torch's `normalize`
 
 
 def prefixes_of(request: Request) -> list["Prefix"]:

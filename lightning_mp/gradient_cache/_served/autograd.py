@@ -298,7 +298,7 @@ class _Replay(torch.autograd.Function):
         ctx.replay, outputs, constant = call
         # Without this, unused outputs would get zeros, and the replay would differentiate them.
         ctx.set_materialize_grads(False)
-        # As after a plain call: labels and masks get no gradients.
+        # Labels and masks get no gradients, as after a plain call.
         ctx.mark_non_differentiable(*constant)
         return tuple(outputs)
 

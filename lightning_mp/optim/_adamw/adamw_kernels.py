@@ -171,7 +171,7 @@ def _step_block(
         rest = tl.load(residual + lane, mask=mask).to(tl.float32)
         w = _join_weight(w, rest, plain.dtype, UNIT)
 
-    # As in torch.lerp: exact at the nearer end.
+    # torch.lerp is also exact at the nearer end.
     m = tl.where(weight1 < 0.5, m + weight1 * (g - m), g - beta1 * (g - m))
     v = beta2 * v + weight2 * g * g
     root = tl.sqrt(v) * unbias_root

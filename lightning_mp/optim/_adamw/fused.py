@@ -65,7 +65,7 @@ def fused_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
         partials = None
         if options.clip_update_rms is not None:
             partials = torch.empty(len(parts), dtype=torch.float32, device=device)
-            # As in `foreach_adamw_step`: a root of 0 would give 0 / 0 = NaN.
+            # A root of 0 would give 0 / 0 = NaN, also in `foreach_adamw_step`.
             floor = max(float(options.eps), torch.finfo(torch.float32).tiny)
             rms_kernel[(len(parts),)](table, parts, partials, floor=floor, **shared)
         rate, rate_at = _rate_arguments(options.lr, device)

@@ -83,7 +83,7 @@ class ScaledPrecision(Precision, ForLightning):
         self._unscaled = UnscaledGradients(self.scaler)
         self._in_step = False
         self._in_backward = False
-        self._is_inside = False  # of a forward
+        self._is_inside = False  # whether a forward is running
         self._stepped_manually = False
         self._skip_request: Tensor | None = None
         self._skipped_on_request = False

@@ -19,7 +19,7 @@ WIDTH_MULTIPLE = 64
 
 # The row stride is a multiple of this many values, which Triton requires for asynchronous copies.
 _ROW_MULTIPLE = 16
-_ALIGNMENT_BYTES = 16  # of the copy engine and of vector loads
+_ALIGNMENT_BYTES = 16  # required by the copy engine and by vector loads
 _SPLIT_EXPONENT = 8
 _LARGEST_EXPONENT = 126
 _HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
