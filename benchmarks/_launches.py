@@ -1,4 +1,4 @@
-"""Records what the package's launchers ask Triton to compile, on a machine without a GPU.
+"""Records the kernels that the package's launchers request from Triton, without a GPU.
 
 The package runs up to each launch, with fake tensors, a pretended compute capability, and a stub of
 Triton's driver that only knows that capability. Kernels are therefore specialised (dtypes,
@@ -44,7 +44,7 @@ _NUMBERS = itertools.count(-1, -1)
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as a launcher asks for it; launches that share a compiled kernel are equal.
+    """A kernel that a launcher requests; launches that share a compiled kernel are equal.
 
     Args:
         kernel: Name of the kernel function.

@@ -1,8 +1,8 @@
-"""The code blocks of README.md and docs/ run as they stand.
+"""The code blocks of README.md and docs/ run unchanged.
 
 A block with a title, such as ```python title="clip.py"```, is a file that all other blocks may
 import. Every other Python block is a script, and every YAML block a config for `lightning-mp fit`.
-Of a `diff` block, the added and unchanged lines are a script. A `text` block after a script is its
+The added and unchanged lines of a `diff` block are a script. A `text` block after a script is its
 expected output. `<!-- sweep -->` above a block defers it to `make sweep`, `<!-- ranks -->` runs it
 on 2 ranks with `torchrun`, and `<!-- only ... -->` names the requirement without which it is not
 run.
@@ -34,7 +34,7 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 RUN = ("python", "yaml", "diff")
-SHOWN = ("", "text", "bash", "json", "css")  # for the eye: commands, tables, what is printed
+SHOWN = ("", "text", "bash", "json", "css")  # not run: commands, tables, printed output
 
 
 class Block(NamedTuple):
@@ -198,6 +198,6 @@ def test_files_of_the_tour_exist() -> None:
              for path in re.findall(r"`([\w/]+(?:\.py|/))`", row)]  # fmt: skip
     assert len(paths) > 25
     package = ROOT / "lightning_mp"
-    rooms = [package, package / "callbacks"]  # a row may go on in the room of its first file
+    rooms = [package, package / "callbacks"]  # a row may continue in the folder of its first file
     missing = [path for path in paths if not any((room / path).exists() for room in rooms)]
     assert missing == []

@@ -81,7 +81,7 @@ def test_statistics_are_computed_without_a_sync(gpu: FakeCuda) -> None:
     values = [torch.randn(5, 7), torch.randn(3)]
     stats = tensor_stats([value.to(DEVICE) for value in values], scale=8.0)
     syncs = gpu.syncs
-    assert syncs == len(values)  # those of the test, from memory that is not pinned
+    assert syncs == len(values)  # copies of the test itself, from pageable memory
     assert torch.allclose(stats.cpu(), tensor_stats(values, scale=8.0), rtol=1e-5)
 
 
@@ -145,7 +145,7 @@ def test_facts_of_ranks_arrive_without_a_sync_with_the_towers(
     with pytest.raises(ValueError, match="unusable"):
         agreement.refuse_on_all_ranks(
             "unusable", "Loss", "no tensor", None
-        )  # NCCL takes nothing that lies on the host
+        )  # NCCL accepts no tensor of the host
     assert all(facts.is_cuda for facts in sent)
     assert set(sent[1].tolist()) == {0}
     agreement._stream_of.cache_clear()

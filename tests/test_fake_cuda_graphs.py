@@ -82,7 +82,7 @@ def test_loss_and_its_backward_can_be_captured(gpu: FakeCuda, scale: float | Ten
     expected.backward()
     leaves = [x.detach().to(DEVICE).requires_grad_() for x in inputs]
     scale = scale.to(DEVICE) if isinstance(scale, Tensor) else scale
-    loss_fn(*leaves, scale).backward()  # a first time, as `torch.cuda.graph` wants it
+    loss_fn(*leaves, scale).backward()  # the warm-up that `torch.cuda.graph` requires
     for leaf in leaves:
         leaf.grad = None
     with gpu.capture() as captured:

@@ -78,7 +78,7 @@ def test_captured_fused_step_is_one_launch_with_earlier_tables(
     syncs, waits = gpu.syncs, gpu.waits
     fused_adamw_step(on_device, OPTIONS)
     assert (gpu.syncs, gpu.waits) == (syncs, waits)
-    gpu.synchronize()  # what was copied on the way is there
+    gpu.synchronize()  # the copies have arrived
     with gpu.capture() as captured:
         fused_adamw_step(on_device, OPTIONS)
     assert captured == ["adamw_kernel"]
@@ -166,7 +166,7 @@ def test_16_bit_products_use_an_operator_that_cuda_supports(gpu: FakeCuda) -> No
     if torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", "CPU"):
         add_product(on_device, left.to("cuda"), right.to("cuda"), 0.5)
         torch.testing.assert_close(on_device.cpu(), expected)
-    else:  # the CPU behind the fake device has not got it
+    else:  # missing on the CPU behind the fake device
         with pytest.raises(NotImplementedError, match="aten::addmm.dtype"):
             add_product(on_device, left.to("cuda"), right.to("cuda"), 0.5)
 

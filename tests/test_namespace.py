@@ -106,7 +106,7 @@ def test_strategies_are_registered_when_the_registry_is_imported_later(
     finder = _AfterImport("some_lightning.strategies", lambda class_name: f"made {class_name}")
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     registry = importlib.import_module("some_lightning.strategies").StrategyRegistry
-    assert registry.available_strategies()[0] == "ddp"  # the import took its course before
+    assert registry.available_strategies()[0] == "ddp"  # the import succeeded before
     assert registry.get("inf_cl") == registry.get("infclstrategy") == "made InfCLStrategy"
     assert finder not in sys.meta_path
 

@@ -30,7 +30,7 @@ _MAX_REASONS = 3
 class _Reason:
     locations: tuple[str, ...]  # keys and classes, from outermost to innermost
     text: str
-    rank: int  # 2 if it says what to change, 0 if it is noise
+    rank: int  # 2 if the line says what to change, 0 if it is noise
 
 
 def reason_of(message: str) -> str | None:

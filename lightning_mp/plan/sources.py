@@ -107,7 +107,7 @@ def _of_transformers(name: str) -> _Built:
     else:
         make = transformers.AutoModel.from_config
         try:
-            # Otherwise transformers would ask the hub.
+            # Otherwise transformers would query the hub.
             config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         except OSError as error:
             raise ValueError(

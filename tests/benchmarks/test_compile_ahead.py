@@ -83,7 +83,7 @@ def test_compiled_key_equals_that_of_a_launch(monkeypatch):
     assert len(ahead) == 4
 
 
-def test_settling_changes_only_what_was_moved(tmp_path):
+def test_settle_changes_only_moved_paths(tmp_path):
     folder = tmp_path / "key"
     folder.mkdir()
     note = folder / "__grp__kernel.json"

@@ -38,7 +38,7 @@ def rehearsal(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_second_run_takes_the_place_of_the_first(rehearsal):
+def test_second_run_replaces_the_first(rehearsal):
     names = [row["contender"] for row in read(rehearsal)]
     assert len(names) == len(set(names))
     assert names[:3] == ["ours, torch tiles", "ours, torch tiles, 2 MiB", "dense, formula"]
@@ -179,7 +179,7 @@ def test_dense_without_room_is_skipped_with_its_need():
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 7])
-def test_sigmoid_formula_is_open_clips(blocks):
+def test_sigmoid_formula_equals_that_of_open_clip(blocks):
     image, text = (torch.randn(23, 6, dtype=torch.float64) for _ in range(2))
     scale, bias = torch.tensor(2.0).double(), torch.tensor(-3.0).double()
     right = dense_sigmoid_loss(image, text, scale, bias)
@@ -187,7 +187,7 @@ def test_sigmoid_formula_is_open_clips(blocks):
     assert relative_error(sigmoid_formula(image, text, scale, bias, blocks), right) < 1e-6
 
 
-def test_sigmoid_contenders_learn_their_bias_and_are_written_down(tmp_path, capsys):
+def test_sigmoid_contenders_train_their_bias_and_are_written_to_the_file(tmp_path, capsys):
     path = tmp_path / "figures.csv"
     assert main([*ONCE, "--objective", "sigmoid", "--scale", "10", "--csv", str(path)]) == 0
     rows = read(path)

@@ -1,6 +1,6 @@
 """Two thousand healthy steps raise no alarm in any precision.
 
-For `make sweep`; what `make test` trains under all monitors stands in `tests/monitors`.
+`make sweep` runs this file; the runs of `make test` are in `tests/monitors`.
 """
 
 from collections.abc import Callable

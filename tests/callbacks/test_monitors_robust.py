@@ -106,7 +106,7 @@ MAKERS = {
     "adafactor": lambda p: Adafactor(p),
     "custom": lambda p: Plain(p),
 }
-# Each once; `make sweep` has each with each.
+# Each set-up once; `make sweep` combines all set-ups.
 PAIRS = list(zip(MAKERS, ("warn", "skip", "stop", "rewind"), strict=True))
 OTHERS = [(name, action) for name in MAKERS for _, action in PAIRS if (name, action) not in PAIRS]
 

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.Instabil
 
 
 class Model(pl.LightningModule):
-    """A stem and a head, that is trained for 80 steps.
+    """A stem and a head that are trained for 80 steps.
 
     Args:
         frozen: Whether the stem is frozen, as a tower on purpose.
         apart: Whether stem and head have an optimizer each, and manual optimization.
-        every: The stem has a gradient in one step of so many, as of tasks in turn.
+        every: Number of steps between two gradients of the stem, as with alternating tasks.
     """
 
     def __init__(self, frozen: bool = False, apart: bool = False, every: int = 1) -> None:

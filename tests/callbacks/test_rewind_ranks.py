@@ -75,7 +75,7 @@ def test_ranks_rewind_together_if_one_rank_has_a_spike(
         assert kinds_of_rank[-1] == "rewind_to_step"
         assert ("rewind_lost" in kinds_of_rank) == (back_to != BACK_TO)
         assert seen == [*range(SPIKE + 1), *range(max(back_to + SKIP, SPIKE + 1), 70)]
-    # One process with the samples of both ranks in a batch, without what was skipped.
+    # One process with the samples of both ranks in a batch, without the skipped batches.
     batches = make_batches(140)
     pairs = zip(batches[::2], batches[1::2], strict=True)
     whole = [[torch.cat(part) for part in zip(*pair, strict=True)] for pair in pairs]
@@ -91,7 +91,7 @@ def test_ranks_rewind_together_if_one_rank_has_a_spike(
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
 
 
-# --- strategies, and what is kept beside the weights ---------------------------------------------
+# --- strategies, and state other than weights ----------------------------------------------------
 
 
 class Gathers(PlantedModel):

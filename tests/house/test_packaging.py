@@ -1,4 +1,4 @@
-"""The wheel holds the tree, installs into an empty environment, and imports under right names."""
+"""The wheel holds the tree, installs into an empty environment, and has the right import names."""
 
 import ast
 import importlib

@@ -12,7 +12,7 @@ from lightning_mp.numerics.tensor_stats import tensor_stats
 
 
 class _Event:
-    """An event of a device that does not exist; the test says when it is done."""
+    """An event of a simulated device; the test decides when it is done."""
 
     def __init__(self, copy: Any) -> None:
         self.copy, self.is_done, self.waits = copy, False, 0
@@ -31,7 +31,7 @@ class _Event:
 
 
 class _Delayed(AsyncReadback):
-    """Copies into buffers as on CUDA, but when the test says so."""
+    """Copies into buffers as on CUDA, at the time that the test chooses."""
 
     def __init__(self) -> None:
         super().__init__()

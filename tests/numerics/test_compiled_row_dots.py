@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Request:
-    """The kernel for two dtypes on a chip, as `compiling` wants it."""
+    """The kernel for two dtypes on a chip, in the form that `compiling` expects."""
 
     arch: int
     left: torch.dtype

@@ -1,6 +1,6 @@
 """The kernels of `tensor_stats`, compiled without a GPU: no spills, vector loads, no atomics.
 
-What the launcher would have Triton compile is compiled here for A100 and H100.
+The kernels that the launcher requests are compiled here for A100 and H100.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ Compile = Callable[["Request"], Compiled]
 
 @dataclass(frozen=True)
 class Request:
-    """One kernel, as `compiling` wants it."""
+    """One kernel, in the form that `compiling` expects."""
 
     kernel: str
     arch: int

@@ -20,7 +20,7 @@ PATHS = pytest.mark.parametrize("has_kernels", [True, False], ids=["triton", "to
 
 @pytest.fixture(autouse=True)
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the torch path where the test asks for it."""
+    """Use the torch path if the test requests it."""
     callspec = getattr(request.node, "callspec", None)
     if callspec is not None and not callspec.params.get("has_kernels", True):
         monkeypatch.setattr(tensor_stats_module, "triton_problem", lambda device: "forced")

@@ -66,7 +66,7 @@ def test_smallest_fp16_weights_resolve_2_to_the_minus_35() -> None:
 
 
 def test_residual_without_unit_would_carry_14_bits() -> None:
-    """The reason for the unit."""
+    """This loss of bits is the reason for the unit of residuals."""
     m = 1e-3 * (1 + torch.rand(100_001))
     plain = (m - m.half().float()).half()
     error = ((m.half().double() + plain.double() - m.double()) / m.double()).abs().max()

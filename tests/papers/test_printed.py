@@ -117,7 +117,7 @@ def test_every_figure_of_the_paper_is_printed_once() -> None:
     assert len(set(labels)) == printed
 
 
-def test_slips_are_what_the_cells_say() -> None:
+def test_misprints_of_the_paper_are_those_of_its_cells() -> None:
     table2 = figures()["table2_max_batch_k_lossGB"]["ViT-L/14+offload"]["32"]
     assert table2["Inf-CL"] == [12288, 19.59]
     assert figures()[TABLE1]["32xA800"]["Inf-CL"]["1024k"][0] == 1.44

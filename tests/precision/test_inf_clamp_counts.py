@@ -33,7 +33,7 @@ def clamped_once(model: nn.Module, clamp: InfClamp) -> list[int]:
 
 @pytest.mark.slow
 def test_clamping_and_counting_read_nothing_on_the_host() -> None:
-    """A fake tensor has no data: whatever asks for a value raises."""
+    """A fake tensor has no data, so every read of a value raises."""
     with FakeTensorMode():
         model = nn.Sequential(Block(dtype=torch.float16), Block(dtype=torch.float16))
         clamp = InfClamp().attach(model)

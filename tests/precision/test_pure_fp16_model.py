@@ -246,7 +246,7 @@ def test_fp32_modules_are_plain_modules_after_training() -> None:
     assert not torch.equal(expected, expected.half().float())  # the norm is not rounded
 
 
-# --- what makes tensors in a forward of its own --------------------------------------------------
+# --- forwards that create tensors ----------------------------------------------------------------
 
 
 class _Masked(nn.Module):

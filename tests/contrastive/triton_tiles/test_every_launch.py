@@ -1,4 +1,4 @@
-"""The kernels that the launchers ask for, compiled without a GPU.
+"""The kernels that the launchers request, compiled without a GPU.
 
 Tests of numbers do not show spilled registers, products that miss the tensor cores, or too much
 shared memory. `make test` compiles the launches of the default losses, and for 8.0 and 9.0 those
