@@ -177,6 +177,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
                 "`fp32_modules=[]`."
             )
         self._model = model
+        self._undo.callback(setattr, self, "_model", None)
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
@@ -200,11 +201,6 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         finally:
             for p, gradient in zip(others, hidden, strict=True):
                 p.grad = gradient
-
-    @override
-    def teardown(self) -> None:
-        super().teardown()
-        self._model = None
 
     @override
     def _first_device(self) -> torch.device:

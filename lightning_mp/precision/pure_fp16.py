@@ -158,16 +158,14 @@ class PureFP16(ScaledPrecision):
             self._weights.attach(optimizer)
         return result
 
-    @contextlib.contextmanager
-    def exposed(self, module: nn.Module) -> Iterator[None]:
+    def exposed(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Temporarily replace half weights by fp32 weights that can be read and written.
 
         Inside the context, the `parameters()` of `module` (the model or a submodule) are fp32
         parameters with 22 bits; on exit, written values are split into weights and residuals. Do
         not run a forward inside. Use it for a teacher that follows its student at a small rate.
         """
-        with self._weights.exposed(module):
-            yield
+        return self._weights.exposed(module)
 
     @override
     def _reduce(self, model: DistributedDataParallel) -> None:
@@ -234,10 +232,8 @@ class PureFP16(ScaledPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        writes = self._weights.writes
-        # `writes` seeds stochastic rounding and is 0 otherwise.
-        return {**state, "writes": writes} if writes else state
+        writes = self._weights.writes  # seeds stochastic rounding and is 0 otherwise
+        return super().state_dict() | ({"writes": writes} if writes else {})
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

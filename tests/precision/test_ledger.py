@@ -55,15 +55,19 @@ class Taught(Regression):
             fast = self.network.state_dict()
             for name, slow in self.teacher.state_dict().items():
                 slow.lerp_(fast[name], 2.0**-13)
+        elif self.how == "state_dict of each weight":
+            for name in self.network.state_dict():
+                self.teacher.state_dict()[name].lerp_(self.network.state_dict()[name], 2.0**-13)
         else:
             pairs = zip(self.teacher.parameters(), self.network.parameters(), strict=True)
             for slow, fast in pairs:
                 slow.lerp_(fast, 2.0**-13)
 
 
+@pytest.mark.parametrize("how", ["state_dict", "state_dict of each weight"])
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_teacher_updated_through_state_dict_follows_as_in_fp32(half: Any) -> None:
-    plain, model = Taught("state_dict"), Taught("state_dict")
+def test_teacher_updated_through_state_dict_follows_as_in_fp32(half: Any, how: str) -> None:
+    plain, model = Taught(how), Taught(how)
     start = parameters_of(plain.teacher)
     fit(plain, None, loader(30, batch_size=4))
     fit(model, PureFP16(half=half), loader(30, batch_size=4))
@@ -75,6 +79,22 @@ def test_teacher_updated_through_state_dict_follows_as_in_fp32(half: Any) -> Non
     missed = (parameters_of(model.teacher) - parameters_of(plain.teacher)).norm()
     assert missed < BOUND[PureFP16(half=half).half_dtype] * way.norm() + rounding
     assert missed < 0.5 * way.norm()
+
+
+def test_writes_to_state_dict_after_the_last_step_reach_exposed_weights_and_checkpoints() -> None:
+    value = 1 + 2.0**-20
+
+    class Ends(Regression):
+        def on_train_end(self) -> None:
+            self.state_dict()["network.3.bias"].fill_(value)
+            with self.trainer.precision_plugin.exposed(self.network[3]):
+                self.seen = self.network[3].bias.item()
+            self.state_dict()["network.3.bias"].mul_(2)
+            self.saved = self.state_dict()["network.3.bias"].item()
+
+    model = Ends()
+    fit(model, PureFP16(), loader(2))
+    assert (model.seen, model.saved, model.network[3].bias.item()) == (value, 2 * value, 2 * value)
 
 
 def test_write_to_half_weights_warns_once_with_their_name() -> None:

@@ -128,6 +128,21 @@ def test_step_on_gradients_of_a_second_scaled_backward_raises(
         fit(Twice(), make_plugin(), loader(2))
 
 
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_step_on_overflowed_gradients_raises_before_weights_change(scale: Any) -> None:
+    """The plugin skips its step, but the step of another optimizer would make weights NaN."""
+
+    class BeforeTheStep(OfItsOwn):
+        def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+            self.own.step()
+
+    model = BeforeTheStep(bad_batches=[0])
+    before = parameters_of(model)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        fit(model, BalancedAMP(loss_scale=scale), loader(2))
+    assert torch.equal(parameters_of(model), before)
+
+
 def test_optimizer_in_the_backward_trains_as_in_fp32_at_a_loss_scale_of_one() -> None:
     plain, scaled = InTheBackward(), InTheBackward()
     start = parameters_of(plain)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import BalancedAMP
@@ -124,6 +125,31 @@ def test_training_thread_raises_if_another_thread_was_first(other: Any, attached
     assert all(map(torch.equal, gradients(layer, X), expected))
 
 
+@ways
+def test_optimizer_step_beside_a_computing_thread_is_kept(other: Any, attached: Any) -> None:
+    """The fp32 weights then differ from their copies, but the forward of the thread wrote none."""
+    torch.manual_seed(0)
+    layer = Meeting(6, 4)
+    copies, optimizer = attached(layer), SGD(layer.parameters(), lr=0.1)
+    gradients(layer, X)
+    copies.refresh()  # the first refresh compares weights with copies
+    expected = [p.detach() - 0.1 * p.grad for p in layer.parameters()]
+    with computing(layer, lambda: other(layer)):
+        optimizer.step()
+    torch.testing.assert_close(list(layer.parameters()), expected)
+
+
+def test_thread_that_computes_during_the_optimizer_step_makes_no_copies(attached: Any) -> None:
+    """A copy of partly updated weights could overwrite the next copy."""
+    layer = nn.Sequential(Meeting(6, 4))
+    copies = attached(layer)
+    gradients(layer, X)
+    SGD(layer.parameters(), lr=0.1).step()
+    held = [entry.beside.clone() for _, entry in copies._ledger]
+    in_thread(lambda: half_without_grad(layer))
+    assert all(map(torch.equal, held, [entry.beside for _, entry in copies._ledger]))
+
+
 def test_threads_that_replace_no_weight_compute_concurrently(attached: Any) -> None:
     layer = Meeting(6, 4)
     attached(layer)
@@ -212,6 +238,25 @@ def test_thread_beside_the_training_raises_and_training_continues() -> None:
     fit(alone, BalancedAMP(), loader(4))
     assert REFUSED in str(errors[0])
     assert torch.equal(model.weights[-1], alone.weights[-1])
+
+
+def test_step_that_starts_beside_a_computing_thread_names_the_thread() -> None:
+    """The start of a step looks for replaced parameters; half copies of a thread are none."""
+
+    class Watched(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                stack.enter_context(computing(self.network[0], self.look))
+                self.added = nn.Identity()
+
+        @torch.no_grad()
+        def look(self) -> Tensor:
+            with torch.autocast("cpu", torch.float16):
+                return self.network(torch.ones(3, 8))
+
+    model = Watched(lambda: nn.Sequential(Meeting(8, 16), nn.GELU(), nn.Linear(16, 1)))
+    with contextlib.ExitStack() as stack, pytest.raises(RuntimeError, match="while another thread"):
+        fit(model, BalancedAMP(), loader(2))
 
 
 @pytest.mark.parametrize("with_grad", [True, False])

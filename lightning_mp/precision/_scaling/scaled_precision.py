@@ -312,7 +312,6 @@ class ScaledPrecision(Precision, ForLightning):
         # Copy both flags together, because each copy is a host sync.
         if request is not None and found_inf is not None:
             found_inf, request = torch.stack([found_inf, request.to(found_inf)]).cpu()
-        self._skipped_on_request = False
         if self.scaler is not None and found_inf is not None:
             is_stepping = self.scaler.record(
                 found_inf,
@@ -353,7 +352,8 @@ class ScaledPrecision(Precision, ForLightning):
             is_wrong = self._in_step and (self.scaler is not None or bool(self._half_weights))
         else:
             is_wrong = any(p in self._half_weights for p in parameters)
-            is_wrong |= not has_scale and self._unscaled.has_scaled(parameters)
+            has_bad = self._unscaled.has_scaled(parameters) or self._unscaled.has_inf(parameters)
+            is_wrong |= not has_scale and has_bad
         if is_wrong:
             name = type(optimizer).__name__
             raise RuntimeError(

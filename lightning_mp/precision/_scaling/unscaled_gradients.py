@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.floats import HALF_DTYPES
+from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.precision.loss_scaler import LossScaler
 
 __all__ = ["UnscaledGradients"]
@@ -60,6 +61,11 @@ class UnscaledGradients:
         # Python keeps one weak reference to an object, so `is` rules out a reused `id`.
         known = (self._scaled.get(id(grad)) is weakref.ref(grad) for grad in _gradients(parameters))
         return bool(self._arrived(parameters)) or any(known)
+
+    def has_inf(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether any unscaled gradient is NaN or inf, so that its step will be skipped."""
+        ours = _gradients(p for p in parameters if id(p) in self._unscaled and self._scaler)
+        return any(not local_shard(grad).isfinite().all() for grad in ours)
 
     def unscale(self, parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
         """Cast the gradients of parameters to fp32 and unscale those that are still scaled.

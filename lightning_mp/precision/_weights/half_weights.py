@@ -20,11 +20,16 @@ from lightning_mp.numerics.split_weights import join_weight, join_weights, split
 from lightning_mp.optim._adamw.foreach import mix_seed, round_weights
 from lightning_mp.optim.fp32_states import widen_state
 from lightning_mp.optim.safe_adamw import SafeAdamW
-from lightning_mp.precision._weights.ledger import Entry, Ledger, parameters_of
+from lightning_mp.precision._weights.ledger import Entry, Ledger, parameters_of, stamp_of
 
 __all__ = ["HalfWeights", "WriteBack"]
 
 WriteBack = Literal["kahan", "stochastic", "nearest"]
+_ROUNDED = (
+    "Code outside its optimizer wrote to {name!r} under `PureFP16`. The write is rounded to half "
+    "precision: changes below 2^-12 of a weight (2^-9 in bf16) are lost. Write inside `with "
+    "plugin.exposed(module):`, where weights are fp32."
+)
 
 
 class HalfWeights:
@@ -48,8 +53,8 @@ class HalfWeights:
         self._ledger = Ledger() if ledger is None else ledger
         # Weights, residuals and stand-ins, during the step of an optimizer.
         self._stand_ins: list[tuple[nn.Parameter, Tensor | None, Tensor]] = []
-        # The fp32 tensors that `state_dict` returned since the last step, and their versions.
-        self._lent: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        # Tensors that `state_dict` returned since the last step, their versions, and weight stamps.
+        self._lent: dict[nn.Parameter, tuple[Tensor, int, tuple[int, int]]] = {}
         self._written: set[nn.Parameter] = set()
         self._has_warned = False
         self._owners: set[nn.Module] = set()
@@ -106,23 +111,18 @@ class HalfWeights:
         # By parameter, because modules may share a tied weight.
         kept = {id(p) for owner in keep_fp32 for p in owner.parameters(recurse=False)}
         for owner in module.modules():
-            own = [
-                p
-                for p in owner.parameters(recurse=False)
-                if p in self._ledger
-                or (p.dtype in (torch.float32, *HALF_DTYPES) and id(p) not in kept)
-            ]
-            for parameter in own:
-                if parameter not in self._ledger:
-                    self._take(parameter)
-            if own and owner not in self._owners:
+            own = list(owner.parameters(recurse=False))
+            for p in own:
+                is_float = p.dtype in (torch.float32, *HALF_DTYPES)
+                if is_float and p not in self._ledger and id(p) not in kept:
+                    self._take(p)
+            if owner not in self._owners and any(p in self._ledger for p in own):
                 self._owners.add(owner)
-                for handle in (
-                    # torch sets an attribute on the hook, which methods do not accept.
-                    owner.register_state_dict_post_hook(functools.partial(self._write_fp32)),
-                    owner.register_load_state_dict_pre_hook(self._read_fp32),
-                ):
-                    self._undo.callback(handle.remove)
+                # torch sets an attribute on the hook, which methods do not accept.
+                saved = functools.partial(self._write_fp32)
+                self._undo.callback(owner.register_state_dict_post_hook(saved).remove)
+                loaded = owner.register_load_state_dict_pre_hook(self._read_fp32)
+                self._undo.callback(loaded.remove)
 
     def _take(self, parameter: nn.Parameter) -> None:
         entry = self._ledger.open(parameter)
@@ -136,9 +136,9 @@ class HalfWeights:
     def settle(self) -> None:
         """Apply outside writes where that is exact; warn once about other writes."""
         lent, self._lent = self._lent, {}
-        for parameter, (value, version) in lent.items():
+        for parameter, (value, version, stamp) in lent.items():
             # A write to the weight itself came later and takes precedence.
-            if value._version != version and self._ledger.open(parameter).is_current(parameter):
+            if value._version != version and stamp == stamp_of(parameter):
                 self.write(parameter, value)
         for parameter, entry in self._ledger:
             if entry.is_current(parameter):
@@ -147,33 +147,24 @@ class HalfWeights:
                 value = parameter.detach().float()
                 parameter.data = value.to(self.half)
                 self.write(parameter, value)
-            elif entry.stamp is not None and self._loses_writes(parameter):
-                name = self._ledger.name_of(parameter)
-                rank_zero_warn(
-                    f"Code outside its optimizer wrote to {name!r} under `PureFP16`. The write is "
-                    "rounded to half precision: changes below 2^-12 of a weight (2^-9 in bf16) are "
-                    "lost. Write inside `with plugin.exposed(module):`, where weights are fp32."
-                )
+            elif entry.stamp is not None:
+                # Repeated writes may be lost. Scalars are exempt: logit scales are often clamped.
+                if parameter in self._written and parameter.dim() > 0 and not self._has_warned:
+                    self._has_warned = True
+                    rank_zero_warn(_ROUNDED.format(name=self._ledger.name_of(parameter)))
+                self._written.add(parameter)
             entry.note(parameter)
-
-    def _loses_writes(self, parameter: nn.Parameter) -> bool:
-        """Record a write to a weight; return whether to warn."""
-        # Repeated writes may all be lost. Scalars are exempt: logit scales are often clamped.
-        is_repeated = parameter in self._written and parameter.dim() > 0 and not self._has_warned
-        self._written.add(parameter)
-        self._has_warned |= is_repeated
-        return is_repeated
 
     def release(self) -> None:
         """Convert the half weights back to fp32 and forget them."""
         self._undo.close()
+        self.settle()
         for parameter, entry in self._ledger:
             parameter.grad = None
             parameter.data = self._saved(parameter, entry)
             parameter.grad_dtype = parameter.dtype
         self._ledger.entries.clear()
         self._owners.clear()
-        self._lent.clear()
         self._written.clear()
         self._has_warned = False
 
@@ -185,6 +176,7 @@ class HalfWeights:
     @contextlib.contextmanager
     def exposed(self, module: nn.Module) -> Iterator[None]:
         """Replace half weights by fp32 parameters, and write their values back at the end."""
+        self.settle()
         # Changing the dtype of the half weights would lose DDP's hooks on them.
         shown = {
             parameter: nn.Parameter(self.read(parameter), parameter.requires_grad)
@@ -218,10 +210,12 @@ class HalfWeights:
             saved = state_dict.get(prefix + name)
             entry = self._ledger.entries.get(id(parameter))
             if entry is not None and not isinstance(saved, nn.Parameter):
-                value = self._saved(parameter, entry)
-                state_dict[prefix + name] = value
-                if value.dtype != parameter.dtype:
-                    self._lent[parameter] = value, value._version
+                stamp = stamp_of(parameter)
+                # Two state dicts share memory, as they do in torch, so that no write is lost.
+                if parameter not in self._lent or self._lent[parameter][2] != stamp:
+                    value = self._saved(parameter, entry)
+                    self._lent[parameter] = value, value._version, stamp
+                state_dict[prefix + name] = self._lent[parameter][0]
 
     def _read_fp32(
         self, owner: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
@@ -257,17 +251,13 @@ class HalfWeights:
         # second moments to fp16. `SafeAdamW` does not, and uses the residuals of this class.
         if isinstance(optimizer, SafeAdamW):
             self._share(optimizer)
-            handle = optimizer.register_load_state_dict_post_hook(self._share)
-            self._undo.callback(handle.remove)
+            self._undo.callback(optimizer.register_load_state_dict_post_hook(self._share).remove)
             return
         for parameter, state in optimizer.state.items():
             if parameter in self._ledger:
                 widen_state(state)
-        for handle in (
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._swap_out),
-        ):
-            self._undo.callback(handle.remove)
+        self._undo.callback(optimizer.register_load_state_dict_pre_hook(self._before_load).remove)
+        self._undo.callback(optimizer.register_load_state_dict_post_hook(self._swap_out).remove)
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -298,9 +288,8 @@ class HalfWeights:
                 group["write_back"] = self.write_back
                 residual = self._residual_of(parameter)
                 # A parameter that never had a gradient has no state.
-                if residual is not None and (
-                    parameter.grad is not None or parameter in optimizer.state
-                ):
+                has_state = parameter.grad is not None or parameter in optimizer.state
+                if residual is not None and has_state:
                     optimizer.state[parameter]["residual"] = residual
 
     @torch.no_grad()

@@ -35,14 +35,15 @@ __all__ = [
     "check_modules",
     "check_optimizer",
     "check_steps_alone",
+    "is_autograd_thread",
     "parameters_of",
+    "stamp_of",
 ]
 
 # `WeightAveraging` came with Lightning 2.6.
-_AVERAGES = tuple(
-    getattr(lightning_callbacks, name)
-    for name in ("StochasticWeightAveraging", "WeightAveraging")
-    if hasattr(lightning_callbacks, name)
+_AVERAGES = (
+    lightning_callbacks.StochasticWeightAveraging,
+    getattr(lightning_callbacks, "WeightAveraging", ()),
 )
 
 
@@ -61,11 +62,16 @@ class Entry:
 
     def is_current(self, parameter: nn.Parameter) -> bool:
         """Return whether the version and address of the parameter are unchanged since `note`."""
-        return self.stamp == (parameter._version, parameter.data_ptr())
+        return self.stamp == stamp_of(parameter)
 
     def note(self, parameter: nn.Parameter) -> None:
         """Record the current version and address of the parameter."""
-        self.stamp = (parameter._version, parameter.data_ptr())
+        self.stamp = stamp_of(parameter)
+
+
+def stamp_of(parameter: Tensor) -> tuple[int, int]:
+    """Return the version and address of a parameter, which most writes change."""
+    return parameter._version, parameter.data_ptr()
 
 
 class Ledger:
@@ -163,8 +169,10 @@ class Ledger:
 
 
 def _names_of(root: nn.Module) -> dict[int, str]:
-    # By `id`, because tensors compare by value; without the names that FSDP inserts.
-    return {id(p): n.replace("_fsdp_wrapped_module.", "") for n, p in root.named_parameters()}
+    # By `id`, because tensors compare by value; without the names that FSDP inserts, and without
+    # the half copies with which another thread computes.
+    named = [(n, p) for n, p in root.named_parameters() if isinstance(p, nn.Parameter)]
+    return {id(p): n.replace("_fsdp_wrapped_module.", "") for n, p in named}
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
@@ -192,7 +200,7 @@ class ModuleUsers:
             for module in modules:
                 others = [swaps for other, swaps in self._users.get(module, ()) if other != thread]
                 is_taken = any(others) or (bool(others) and module in swapping)
-                if is_taken and not _is_autograd_thread():
+                if is_taken and not is_autograd_thread():
                     raise RuntimeError(
                         f"A `{type(module).__name__}` was called in the thread "
                         f"{threading.current_thread().name!r} while another thread computes with "
@@ -215,7 +223,7 @@ class ModuleUsers:
                     del self._users[module]
 
 
-def _is_autograd_thread() -> bool:
+def is_autograd_thread() -> bool:
     """Return whether an autograd thread runs this, so that the thread of the backward waits."""
     # Such threads recompute forwards of activation checkpointing. Python did not start them.
     is_in_backward = torch._C._current_graph_task_id() != -1

@@ -8,6 +8,7 @@ clipping, weight averages, deep copies and checkpoints see an ordinary fp32 mode
 
 import contextlib
 import functools
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_mp.precision._weights.half_module import is_compiled, replace_forward
-from lightning_mp.precision._weights.ledger import Entry, Ledger, ModuleUsers
+from lightning_mp.precision._weights.ledger import Entry, Ledger, ModuleUsers, is_autograd_thread
 
 __all__ = ["WorkingCopies"]
 
@@ -81,6 +82,7 @@ class WorkingCopies:
         self._refreshes = 0
         self._is_probing = True
         self._is_attached = False
+        self._thread = threading.get_ident()  # the thread that trains
         self._undo = contextlib.ExitStack()  # run by `release`
 
     def __deepcopy__(self, memo: dict[int, object]) -> "WorkingCopies":
@@ -94,7 +96,7 @@ class WorkingCopies:
     def attach(self, root: nn.Module, keep: Iterable[nn.Module] = ()) -> None:
         """Let all modules except `keep` compute with half copies, until `release`."""
         self._kept = set(keep)
-        self._is_attached = True
+        self._is_attached, self._thread = True, threading.get_ident()
         if any(is_compiled(module) for module in root.modules()):
             # torch warns because Dynamo reads `.grad` of all its inputs.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that")
@@ -198,17 +200,19 @@ class WorkingCopies:
         entries: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
         if module in self._kept:
             return entries
+        is_ours = self._is_training_thread()
         for name, p in module._parameters.items():
             if p is None:
                 continue
             entry = self._ledger.entries.get(id(p))
             if entry is None or not entry.is_current(p):  # checked when the copy was made
-                if not _can_be_half(p) or not torch.is_autocast_enabled(p.device.type):
+                is_on = is_ours and torch.is_autocast_enabled(p.device.type)
+                if not is_on or not _can_be_half(p):  # autocast casts the weight
                     continue
                 entry = self._up_to_date(p)
             elif not torch.is_autocast_enabled(entry.device_type):
                 continue
-            if self._is_probing and module.training and _differs(p, entry.beside):
+            if self._is_probing and is_ours and module.training and _differs(p, entry.beside):
                 self.refresh([p])  # a write to `p.data` must not look like a write to the copy
             entries.append((module, name, p, entry.beside))
         return entries
@@ -220,9 +224,13 @@ class WorkingCopies:
                 module._parameters[name] = parameter
         self._users.leave(modules)
         with torch._C.DisableTorchFunction():
-            for each in swapped:
+            for each in swapped if self._is_training_thread() else ():
                 if each.module._parameters.get(each.name) is each.parameter:
                     self._look_for_writes(each)
+
+    def _is_training_thread(self) -> bool:
+        """Return whether weights and copies may be written, as no optimizer steps meanwhile."""
+        return threading.get_ident() == self._thread or is_autograd_thread()
 
     def _look_for_writes(self, swapped: _Swapped) -> None:
         """Apply a write of the forward to the parameter, if the write is detected."""
@@ -236,13 +244,11 @@ class WorkingCopies:
     def _up_to_date(self, parameter: nn.Parameter) -> Entry:
         """Create or update the copy of a parameter."""
         entry = self._ledger.open(parameter)
-        # Training must be able to use copies that were made in validation.
-        with torch.inference_mode(False), torch.no_grad():
-            if not _fits(entry, parameter):
+        if not _fits(entry, parameter):
+            with torch.inference_mode(False):  # training must be able to use copies of validation
                 entry.beside = torch.empty_like(parameter, dtype=self.half, requires_grad=False)
-                entry.device_type = parameter.device.type
-            entry.beside.copy_(parameter)
-            entry.note(parameter)
+            entry.device_type = parameter.device.type
+        self.refresh([parameter])
         return entry
 
     def refresh(self, parameters: Iterable[Tensor] | None = None) -> None:
