@@ -313,7 +313,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("base", [torch.float32, torch.float16])
+@pytest.mark.parametrize("base", [torch.float32, torch.float16, torch.bfloat16])
 def test_frozen_weight_takes_two_bytes_and_is_restored_exactly(base: torch.dtype) -> None:
     class Looks(Regression):
         def on_train_end(self) -> None:

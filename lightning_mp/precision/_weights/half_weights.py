@@ -125,10 +125,9 @@ class HalfWeights:
                 self._undo.callback(loaded.remove)
 
     def _take(self, parameter: nn.Parameter) -> None:
-        entry = self._ledger.open(parameter)
         weight, rest = split_weight(parameter.detach().float(), self.half)
-        if parameter.requires_grad and self.write_back == "kahan":
-            entry.beside = rest
+        is_kept = parameter.requires_grad and self.write_back == "kahan"
+        self._ledger.open(parameter).beside = rest if is_kept else None
         parameter.grad = None
         parameter.data = weight
         parameter.grad_dtype = None  # half after a backward, fp32 after unscaling
@@ -139,7 +138,7 @@ class HalfWeights:
         for parameter, (value, version, stamp) in lent.items():
             # A write to the weight itself came later and takes precedence.
             if value._version != version and stamp == stamp_of(parameter):
-                self.write(parameter, value)
+                self.write(parameter, value.float())
         for parameter, entry in self._ledger:
             if entry.is_current(parameter):
                 continue
@@ -169,9 +168,10 @@ class HalfWeights:
         self._has_warned = False
 
     def _saved(self, parameter: nn.Parameter, entry: Entry) -> Tensor:
-        """Return a weight in fp32, or in half if it came in half and was never trained."""
-        is_as_it_came = entry.came_as == self.half and entry.beside is None
-        return parameter.detach() if is_as_it_came else self.read(parameter)
+        """Return a weight in fp32, or in its own half dtype if it was never trained."""
+        own = (self.half,) if parameter.requires_grad else HALF_DTYPES
+        is_as_it_came = entry.came_as in own and entry.beside is None
+        return parameter.detach().to(entry.came_as) if is_as_it_came else self.read(parameter)
 
     @contextlib.contextmanager
     def exposed(self, module: nn.Module) -> Iterator[None]:
