@@ -95,9 +95,8 @@ def roles(*args: Any, declared: Any = None, **settings: Any) -> tuple[int, dict[
     def tower(a: Any, b: Any = None, c: Any = None) -> None: ...
 
     arguments = Arguments(tower, args, {}, declared=DeclaredRoles(declared), **settings)
-    names = [arguments.name(index) for index in range(len(arguments.leaves))]
     is_cut = [role.has_rows for role in arguments.roles]
-    return arguments.batch_size, dict(zip(names, is_cut, strict=True))
+    return arguments.batch_size, dict(zip(arguments.paths, is_cut, strict=True))
 
 
 ROWS, PROMPT = torch.ones(8, 3), torch.ones(4, 3)

@@ -7,7 +7,7 @@ Shapes:
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,14 +59,12 @@ class Tree:
             child.prune(is_leaf)
         return self
 
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
+    def rebuild(self, leaves: Iterable[Any]) -> Any:
         """Return containers of the same types with other leaves; the original is unchanged."""
-        return self._rebuild(iter(leaves))
-
-    def _rebuild(self, leaves: Iterator[Any]) -> Any:
+        remaining = iter(leaves)  # of an iterator, `iter` returns the iterator itself
         if self.children is None:
-            return next(leaves)
-        return self.close([child._rebuild(leaves) for child in self.children])
+            return next(remaining)
+        return self.close([child.rebuild(remaining) for child in self.children])
 
 
 class Arguments:
@@ -111,7 +109,7 @@ class Arguments:
 
         for argument in tree.children or ():
             argument.prune(self._has_one_item_per_row)
-        self.rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+        self.rebuild: Callable[[Iterable[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
         """Returns the positional and keyword arguments with other leaves."""
         self.rebuild = tree.rebuild
         self._leaves = tree.leaves
@@ -129,10 +127,6 @@ class Arguments:
     def paths(self) -> list[str]:
         """The names of all leaves."""
         return [leaf.path for leaf in self._leaves]
-
-    def name(self, index: int) -> str:
-        """Return the name of the leaf at an index."""
-        return self._leaves[index].path
 
     def __str__(self) -> str:
         """Return the roles of all arguments, for messages."""

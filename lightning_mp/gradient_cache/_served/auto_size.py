@@ -62,7 +62,7 @@ def find_micro_batch_size(
         rows = _by_budget(call, _free_bytes(call.device) - _other_step_bytes(call, trained))
     else:
         # Sums of gradients do not depend on the number of rows.
-        gradients = sum(_bytes(x) for x in call.trained.parameters)
+        gradients = sum(x.nbytes for x in call.trained.parameters)
         rows = _by_budget(call, (activation_bytes or CPU_BYTES) + gradients)
     # All ranks raise together, or ranks with enough memory would wait for the others.
     (least,) = min_over_ranks([rows], call.device)
@@ -160,12 +160,8 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 def _other_step_bytes(call: "TowerCall", trained: Iterable[Tensor]) -> int:
     """Estimate the bytes that a step needs besides the activations of a micro-batch."""
     features = call.probe(_first_rows(call)) * call.batch_size
-    states = sum(_bytes(x) for x in trained)
+    states = sum(x.nbytes for x in trained)
     return _COPIES_OF_TRAINED * states + _COPIES_OF_FEATURES * features + _LOSS_BYTES
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _free_bytes(device: torch.device) -> int:

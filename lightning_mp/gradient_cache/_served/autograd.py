@@ -111,20 +111,14 @@ class TrainedLeaves:
         if graph.is_reentrant:
             # Reentrant checkpoints hide leaves, so any parameter may be trained.
             leaves.update({id(p): p for p in self.parameters})
-        self.leaves.update(self._summed_here(leaves))
+        for key, leaf in leaves.items():
+            # FSDP itself sums the gradients of the parameters that it gathers.
+            is_gathered = self._unsharded is not None and key not in self._unsharded
+            if not (is_gathered and isinstance(leaf, nn.Parameter)):
+                self.leaves[key] = leaf
         self.is_reentrant |= graph.is_reentrant
         self.goes_outside |= graph.goes_outside
         return frozenset(leaves)
-
-    def _summed_here(self, leaves: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return the leaves whose gradients are summed here: all except those gathered by FSDP."""
-        return {
-            key: leaf
-            for key, leaf in leaves.items()
-            if self._unsharded is None
-            or key in self._unsharded
-            or not isinstance(leaf, nn.Parameter)
-        }
 
     def gradients(
         self,

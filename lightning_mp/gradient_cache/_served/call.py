@@ -126,7 +126,7 @@ class TowerCall:
         self.trained = TrainedLeaves(tower, module, unsharded)
         if sharded and self.inputs:
             raise RuntimeError(
-                f"Called the sharded tower `{tower}` with `{arguments.name(self._with_grad[0])}`, "
+                f"Called the sharded tower `{tower}` with `{arguments.paths[self._with_grad[0]]}`, "
                 "which requires grad. A sharded tower is replayed after the backward of the loss, "
                 "too late for gradients of its inputs. Move the computation of the input into the "
                 "tower, or detach the input."
@@ -144,7 +144,7 @@ class TowerCall:
             samples = self._micro_batches.samples(rows)
             returned, inputs = self._run(samples[0])
             outputs = self.outputs.open(returned, slice(0, rows)).tensors
-            size = sum(x.numel() * x.element_size() for x in outputs) // rows
+            size = sum(x.nbytes for x in outputs) // rows
             roots = [x for x in outputs if x.requires_grad]
             del returned, outputs
             if roots:
@@ -188,17 +188,11 @@ class TowerCall:
                 sketches = self.outputs.sketches(opened)
                 known = self.trained.note(opened.tensors, inputs)
                 self._first_runs.append(_FirstRun(rng, known, sketches))
-                del (
-                    args,
-                    kwargs,
-                    returned,
-                    inputs,
-                    opened,
-                )  # frees the graph now
+                del args, kwargs, returned, inputs, opened  # frees the graph now
         except SharedWriteError as error:
             raise RuntimeError(
                 f"The tower `{self.tower}` writes in place to "
-                f"`{self._arguments.name(error.args[0])}`, which all micro-batches share or which "
+                f"`{self._arguments.paths[error.args[0]]}`, which all micro-batches share or which "
                 "only some micro-batches write to. Write to a copy instead, such as `x = x * 2` "
                 "instead of `x.mul_(2)`."
             ) from None
@@ -213,7 +207,7 @@ class TowerCall:
         self._versions = {key: version_of(leaf) for key, leaf in self.trained.leaves.items()}
         # From here on only the graph holds the outputs, so that the loss can free them.
         tensors = self.outputs.release()
-        self._bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        self._bytes = [tensor.nbytes for tensor in tensors]
         return tensors
 
     def replay(
@@ -307,7 +301,7 @@ class TowerCall:
         written = self._micro_batches.written_since()
         if written:
             raise RuntimeError(
-                f"The argument `{self._arguments.name(written[0])}` of the tower `{self.tower}` "
+                f"The argument `{self._arguments.paths[written[0]]}` of the tower `{self.tower}` "
                 "was changed in place between the call of the tower and its backward, so a replay "
                 "would compute a different gradient. Pass a copy to the tower, or change the batch "
                 "after the backward."

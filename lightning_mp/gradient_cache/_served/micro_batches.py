@@ -100,7 +100,7 @@ class MicroBatches:
     def __iter__(self) -> Iterator[tuple[slice, list[Any]]]:
         """Yield the rows and the leaves of each micro-batch, in order."""
         if self._is_prefetching():
-            return self._prefetched(self._slices)
+            return self._prefetched()
         return ((rows, self._micro_batch_leaves(rows)) for rows in self._slices)
 
     def first_run(self) -> Iterator[tuple[slice, list[Any]]]:
@@ -184,7 +184,7 @@ class MicroBatches:
 
     def lengths(self, rows: slice) -> dict[int, int]:
         """Map the length that a micro-batch is cut to, to the padded length of the batch."""
-        return {_longest_of(of, rows): length for length, of in self._row_lengths.items()}
+        return {max(of[rows]): length for length, of in self._row_lengths.items()}
 
     def _rows(self, index: int, rows: slice, cut_padding: bool = True) -> Any:
         """Return rows of a leaf; if `cut_padding`, padding beyond the longest row is cut off."""
@@ -194,7 +194,7 @@ class MicroBatches:
         if not cut_padding or not is_padded:
             return part
         of = self._row_lengths.get(part.shape[1])
-        return part if of is None else part[:, : _longest_of(of, rows)]
+        return part if of is None else part[:, : max(of[rows])]
 
     def _micro_batch_leaf(self, index: int, rows: slice, cut_padding: bool = True) -> Any:
         leaf = self._leaves[index]
@@ -206,7 +206,7 @@ class MicroBatches:
         part = self._rows(index, rows, cut_padding)
         return part.to(self._device) if isinstance(part, Tensor) and self._device else part
 
-    def _prefetched(self, slices: list[slice]) -> Iterator[tuple[slice, list[Any]]]:
+    def _prefetched(self) -> Iterator[tuple[slice, list[Any]]]:
         """Copy micro-batches on a separate stream, ahead of the current stream.
 
         Before a copy starts, the copy stream waits for all work queued on the current stream. So
@@ -217,13 +217,13 @@ class MicroBatches:
         copying = _copying_stream(self._device)
         copied: deque[tuple[dict[int, Tensor], torch.cuda.Event]] = deque()
         started = 0
-        for index, rows in enumerate(slices):
+        for index, rows in enumerate(self._slices):
             # The consumer still holds the previous micro-batch.
-            last = min(max(index, index - bool(index) + self._prefetch), len(slices) - 1)
+            last = min(max(index, index - bool(index) + self._prefetch), len(self._slices) - 1)
             if started <= last:
                 copying.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(copying):
-                for following in slices[started : last + 1]:
+                for following in self._slices[started : last + 1]:
                     parts = {
                         i: self._copy(self._rows(i, following))
                         for i in range(len(self._leaves))
@@ -236,7 +236,7 @@ class MicroBatches:
 
     def _copy(self, part: Tensor) -> Tensor:
         # A copy from pageable memory is synchronous despite `non_blocking`.
-        if part.device.type == "cpu" and not part.is_pinned():
+        if not part.is_pinned():
             # torch's host allocator keeps the pinned block until the copy has finished.
             part = part.pin_memory()
         return part.to(self._device, non_blocking=True)
@@ -278,11 +278,6 @@ def _row_lengths(leaves: Sequence[Any], roles: Sequence[Role], rows: int) -> dic
         lengths[length] = torch.maximum(lengths.get(length, ends_B), ends_B)
     # Read once per call, because reading waits for the GPU.
     return {length: ends_B.tolist() for length, ends_B in lengths.items()}
-
-
-def _longest_of(lengths: Sequence[int], rows: slice) -> int:
-    """Return the length of the longest of the given rows."""
-    return max(lengths[rows])
 
 
 def _first_row(leaf: Any, role: Role, count: int) -> Any:

@@ -19,8 +19,6 @@ from lightning_mp.gradient_cache._served.roles import ROWS, DeclaredRoles, Role
 
 __all__ = ["Outputs", "Sketch", "check_no_tangents", "rounding_noise"]
 
-_DROPPED = object()  # not `None`, which a tower may return
-
 
 class Outputs:
     """Collects the outputs of a tower.
@@ -157,7 +155,7 @@ class Outputs:
         assert self._tree is not None
         remaining = iter(tensors)
         leaves = [
-            next(remaining) if self._is_kept(leaf) else None if whole is _DROPPED else whole
+            next(remaining) if self._is_kept(leaf) else whole
             for leaf, whole in zip(self._leaves, self._values, strict=True)
         ]
         return self._tree.rebuild(leaves)
@@ -179,10 +177,9 @@ class Outputs:
         self.needs_grad = [False] * len(self.tensors)
         # Keep the structure without the tensors of this micro-batch.
         values = [leaf.value for leaf in opened.leaves]
-        self._values = [_DROPPED for _ in values]
+        self._values = [None] * len(values)  # tensors that are left out stay `None`
         empty = [x.new_empty(0) if isinstance(x, Tensor) else x for x in values]
-        is_open = opened.tree.children is not None
-        self._tree, self._leaves = self._open(opened.tree.rebuild(empty) if is_open else empty[0])
+        self._tree, self._leaves = self._open(opened.tree.rebuild(empty))
 
     def _merge_tensor(self, index: int, part: Tensor, tensor: Tensor, rows: slice) -> None:
         kind = self.roles[index].kind

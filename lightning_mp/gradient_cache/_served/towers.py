@@ -54,7 +54,8 @@ class Tower:
         attributes = vars(self.module)
         name = "_compiled_call_impl" if self._method is None else self._method
         before = attributes.get(name, _MISSING)
-        original = self._original(None if before is _MISSING else before)
+        called = self.module._call_impl if self._method is None else getattr(self.module, name)
+        original = attributes.get(name) or called
         attributes[name] = _Interceptor(self, name, original, handler)
         try:
             yield
@@ -64,13 +65,6 @@ class Tower:
                 attributes.pop(name, None)
             else:
                 attributes[name] = before
-
-    def _original(self, before: Any) -> Callable[..., Any]:
-        if before is not None:
-            return before  # type: ignore[no-any-return]
-        if self._method is None:
-            return self.module._call_impl
-        return getattr(self.module, self._method)  # type: ignore[no-any-return]
 
 
 class _Interceptor:
