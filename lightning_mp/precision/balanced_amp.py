@@ -159,7 +159,7 @@ class BalancedAMP(ScaledPrecision):
         self._working.refresh()
 
     @override
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         self._working.refresh(self.main_params(optimizer))
 
     @override

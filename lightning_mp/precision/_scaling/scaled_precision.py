@@ -115,7 +115,7 @@ class ScaledPrecision(Precision, ForLightning):
             self._undo.callback(setattr, torch.backends.cuda.matmul, name, was_allowed)
             setattr(torch.backends.cuda.matmul, name, False)
         bare = model.module if isinstance(model, DistributedDataParallel) else model
-        self._ledger.watch(bare, optimizers, self._check_step, self._after_step, self._undo)
+        self._ledger.watch(self, bare, optimizers, self._undo)
         if isinstance(model, DistributedDataParallel):
             self._reduce(model)
         runs_closures = self.scaler is None and self._steps_in_place
@@ -341,30 +341,20 @@ class ScaledPrecision(Precision, ForLightning):
         has_overflowed = self.scaler is not None and self.scaler.last_step_skipped
         return has_overflowed or self._skipped_on_request
 
-    def _check_step(self, optimizer: Optimizer) -> None:
-        """Raise if an optimizer steps scaled gradients or half weights without this plugin."""
+    def misses_plugin(self, optimizer: Optimizer) -> bool:
+        """Return whether a step of the optimizer would use scaled gradients or half weights."""
         # Outside a training step, torch initializes states by a step with zero gradients.
-        is_given = any(each is optimizer for each in self._ledger.optimizers)
+        if any(each is optimizer for each in self._ledger.optimizers):
+            return self._in_step and (self.scaler is not None or bool(self._half_weights))
+        parameters = list(self.main_params(optimizer))
+        if any(p in self._half_weights for p in parameters):
+            return True
         # Fused optimizers with a `grad_scale` unscale gradients themselves.
         has_scale = getattr(optimizer, "grad_scale", None) is not None
-        parameters = list(self.main_params(optimizer))
-        if is_given:
-            is_wrong = self._in_step and (self.scaler is not None or bool(self._half_weights))
-        else:
-            is_wrong = any(p in self._half_weights for p in parameters)
-            has_bad = self._unscaled.has_scaled(parameters) or self._unscaled.has_inf(parameters)
-            is_wrong |= not has_scale and has_bad
-        if is_wrong:
-            name = type(optimizer).__name__
-            raise RuntimeError(
-                f"`{name}.step()` was not called through `{type(self).__name__}`, which divides "
-                "gradients by the loss scale, skips steps with overflow, and steps half weights in "
-                "fp32. Return the optimizer from `configure_optimizers`; in manual optimization, "
-                "step an optimizer of `self.optimizers()`, without `use_pl_optimizer=False`. To "
-                "step in a gradient hook during the backward, pass `BalancedAMP(half='bf16')`."
-            )
+        has_bad = self._unscaled.has_scaled(parameters) or self._unscaled.has_inf(parameters)
+        return not has_scale and has_bad
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """React to an optimizer step that was not called through this plugin."""
 
     def named_gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -102,31 +102,27 @@ class Ledger:
         return self.entries[key]
 
     def watch(
-        self,
-        root: nn.Module,
-        optimizers: list[Optimizer],
-        before_step: Callable[[Optimizer], None],
-        after_step: Callable[[Optimizer], None],
-        undo: contextlib.ExitStack,
+        self, plugin: Any, root: nn.Module, optimizers: list[Optimizer], undo: contextlib.ExitStack
     ) -> None:
         """Watch a model, and the steps of optimizers that the plugin does not run."""
         self.root, self.optimizers = root, list(optimizers)
         self._names = _names_of(root)
         undo.callback(self._forget)
 
-        def past_us(call: Callable[[Optimizer], None]) -> Callable[..., None]:
-            def hook(optimizer: Optimizer, *_: object) -> None:
-                if optimizer is not self.stepping:
-                    call(optimizer)
+        def before(optimizer: Optimizer, *_: object) -> None:
+            if optimizer is not self.stepping:
+                check_step(plugin, optimizer)
 
-            return hook
+        def after(optimizer: Optimizer, *_: object) -> None:
+            if optimizer is not self.stepping:
+                plugin.after_step(optimizer)
 
         def changed(*_: object) -> None:
             self.is_changed = True
 
         for handle in (
-            register_optimizer_step_pre_hook(past_us(before_step)),
-            register_optimizer_step_post_hook(past_us(after_step)),
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(after),
             # These are called for all modules, and only trigger `look_for_replaced`.
             torch_module.register_module_parameter_registration_hook(changed),
             torch_module.register_module_module_registration_hook(changed),
@@ -228,6 +224,19 @@ def is_autograd_thread() -> bool:
     # Such threads recompute forwards of activation checkpointing. Python did not start them.
     is_in_backward = torch._C._current_graph_task_id() != -1
     return is_in_backward and isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def check_step(plugin: Any, optimizer: Optimizer) -> None:
+    """Raise if an optimizer steps scaled gradients or half weights without the plugin."""
+    if plugin.misses_plugin(optimizer):
+        raise RuntimeError(
+            f"`{type(optimizer).__name__}.step()` was not called through "
+            f"`{type(plugin).__name__}`, which divides gradients by the loss scale, skips steps "
+            "with overflow, and steps half weights in fp32. Return the optimizer from "
+            "`configure_optimizers`; in manual optimization, step an optimizer of "
+            "`self.optimizers()`, without `use_pl_optimizer=False`. To step in a gradient hook "
+            "during the backward, pass `BalancedAMP(half='bf16')`."
+        )
 
 
 # --- before training starts ----------------------------------------------------------------------
