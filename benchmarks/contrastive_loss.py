@@ -112,8 +112,8 @@ def log_sum_exps(loss: Any, inputs: Inputs) -> list[Tensor]:
     image_bD, text_bD, scale = inputs.leaves
     plan = agreed_plan(Request.of(loss, image_bD, text_bD, scale, None), None)
     prepared = plan.tiles.prepare(image_bD, text_bD, scale)
-    visitor = Negatives(plan, StoredTiles(plan.memory_for_tiles()), prepared, None)
-    ((row_lse_b, column_lse_Rb),) = sweep(plan, [visitor])
+    visitor = Negatives(plan, StoredTiles(plan.memory_for_tiles()), prepared)
+    row_lse_b, column_lse_Rb = sweep(plan, visitor)
     negatives = (row_lse_b, column_lse_Rb.logsumexp(0))
     # The sweep leaves out the positives.
     return [torch.logaddexp(neg_b, prepared.pos_b) for neg_b in negatives]

@@ -62,7 +62,7 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
     Raises:
         ValueError: Arguments are invalid, or differ between ranks; on all ranks.
     """
-    request, pairing = Request.from_flat(values), None
+    request, pairing = Request(*values), None
     given, bias = request, request.bias
     if request.positives is not None:
         problem, request, pairing = paired(request, request.positives)
@@ -121,7 +121,7 @@ def _compute(plan: Plan) -> SweepResult:
 
 
 def _fake(*values: Any) -> tuple[Tensor, ...]:
-    request = Request.from_flat(values)
+    request = Request(*values)
     image_bD, negatives_bkD = request.image, request.negatives
     wide, state = accumulation_dtype(image_bD.dtype), state_dtype(image_bD.device)
 
@@ -231,7 +231,7 @@ def _flops(*values: Any, **_: Any) -> int:
     There is one product of `2 b n D` for the logits, one for the gradient of each tower and, for a
     softmax, one for the logits that were not stored. Split operands multiply three times.
     """
-    request = Request.from_flat(values)
+    request = Request(*values)
     group = group_named(request.group)
     b, n = len(request.image), len(request.text) * ranks_of(group, request.owner)
     tiles = request.tiles(request.workspace_bytes)

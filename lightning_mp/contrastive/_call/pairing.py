@@ -36,10 +36,6 @@ class Pairing(NamedTuple):
     images_e: Tensor
     texts_e: Tensor
 
-    def is_one_to_one(self, b: int) -> bool:
-        """Return whether each of `b` images has exactly one text, and no text has two images."""
-        return b == self.matched == len(self.images_e)
-
     def restore(self, gradients: list[Tensor | None]) -> None:
         """Return the gradients of a request's inputs to the original order, in place."""
         orders = (self.image_order, self.text_order, None, None, self.image_order)
@@ -74,7 +70,7 @@ def _pairing_problem(request: Request, pairing: Pairing) -> str | None:
     """Return an error if other arguments do not support these positives."""
     if request.statistics and pairing.matched != len(pairing.images_e):
         return STATISTICS_PROBLEM
-    if pairing.is_one_to_one(len(request.image)):
+    if len(request.image) == pairing.matched == len(pairing.images_e):  # one to one
         return None
     if request.false_negatives != "keep":
         return (

@@ -9,7 +9,6 @@ Shapes:
 """
 
 import dataclasses
-import typing
 import zlib
 from typing import Any, Protocol, TypedDict
 
@@ -171,17 +170,14 @@ class Request:
         # inside a compiled graph do not say whether they require a gradient.
         trains = torch.is_grad_enabled()
         needs = tuple(trains and x is not None and x.requires_grad for x in inputs)
-        return self._changed(scale=scale, bias=bias, needs_grad=needs)
+        # Dynamo cannot trace `dataclasses.replace`.
+        fields = {name: getattr(self, name) for name in _NAMES}
+        return Request(**fields | {"scale": scale, "bias": bias, "needs_grad": needs})
 
     def flat(self) -> list[Any]:
-        """Return the values of all fields as arguments of the operators, see `SCHEMA`."""
+        """Return the values of all fields, in order, as arguments of the operators."""
         values = [getattr(self, name) for name in _NAMES]
         return [list(value) if isinstance(value, tuple) else value for value in values]
-
-    @classmethod
-    def from_flat(cls, values: typing.Sequence[Any]) -> "Request":
-        """Return the request of flattened values."""
-        return cls(*values)
 
     @property
     def signature(self) -> list[Any]:
@@ -254,10 +250,6 @@ class Request:
             self.image.device, self.image.dtype, backend, self.tile_dtype, workspace_bytes,
             self.autotune,
         )  # fmt: skip
-
-    def _changed(self, **values: Any) -> "Request":
-        # Dynamo cannot trace `dataclasses.replace`.
-        return Request(**{**{name: getattr(self, name) for name in _NAMES}, **values})
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Request))

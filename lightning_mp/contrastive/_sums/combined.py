@@ -29,7 +29,7 @@ from lightning_mp.contrastive._sums.products import dots
 from lightning_mp.contrastive._sums.softmax import Gradients, Negatives
 from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
 from lightning_mp.contrastive._sums.targeted import weighted_lse
-from lightning_mp.contrastive._tiles.tile_backend import RowsColumns, StoredTiles, row_dots
+from lightning_mp.contrastive._tiles.tile_backend import RowsColumns, row_dots
 
 __all__ = ["combined_loss"]
 
@@ -60,9 +60,7 @@ def combined_loss(plan: Plan) -> SweepResult:
     matrices = _matrices(plan)
     lses: list[tuple[Tensor, Tensor]] = []
     for matrix in matrices:
-        ((row_neg_b, column_neg_Rn),) = sweep(
-            matrix.plan, [Negatives(matrix.plan, _nothing_stored(plan), None, None)]
-        )
+        row_neg_b, column_neg_Rn = sweep(matrix.plan, Negatives(matrix.plan))
         lses.append((row_neg_b, column_neg_Rn.logsumexp(0)))
     trained = [image_bD.to(plan.dtype), text_bD.to(plan.dtype), scale]
     leaves = [x.detach().requires_grad_(plan.trains) for x in trained]
@@ -160,10 +158,5 @@ def _matrix_gradients(
     if d_column is not None:
         # Texts without an image have no term.
         column_lse_n[: len(d_column)] = weighted_lse(column_neg[: len(d_column)], d_column)
-    visitor = Gradients(matrix.plan, row_lse_b, _nothing_stored(matrix.plan))
-    ((of_rows, of_columns),) = sweep(matrix.plan, [visitor], column_lse_n)
+    of_rows, of_columns = sweep(matrix.plan, Gradients(matrix.plan, row_lse_b), column_lse_n)
     return of_rows, of_columns
-
-
-def _nothing_stored(plan: Plan) -> StoredTiles:
-    return StoredTiles(plan.request.image.new_empty(0, dtype=plan.dtype))

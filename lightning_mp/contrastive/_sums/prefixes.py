@@ -29,7 +29,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
         plan.tiles.prepare(image.features_nd, prefix.of(text_nD).features_nd, scale)
         for image, prefix in zip(images, prefixes, strict=True)
     ]
-    (lses,) = sweep(plan, [_Negatives(plan, prefixes, images, StoredTiles(memory), prepared)])
+    lses = sweep(plan, _Negatives(plan, prefixes, images, StoredTiles(memory), prepared))
     totals = lses[0].new_zeros(2)  # the scale's gradient, and the loss
     losses_k, found = lses[0].new_empty(len(prefixes)), []
     for index, (prefix, loss) in enumerate(zip(prefixes, losses_k, strict=True)):
@@ -46,7 +46,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
         return SweepResult(plan.exchange.all_reduce(totals)[1])
     column_lse_nk = torch.stack([terms.column_lse_n for terms in found], 1)
     gradients = _Gradients(plan, prefixes, images, StoredTiles(memory), found)
-    ((d_images, d_text_nD),) = sweep(plan, [gradients], column_lse_nk)
+    d_images, d_text_nD = sweep(plan, gradients, column_lse_nk)
     d_image_bD = torch.zeros_like(image_bD, dtype=plan.dtype) if plan.needs_grad.image else None
     for index, (prefix, image) in enumerate(zip(prefixes, images, strict=True)):
         weight_b1 = found[index].weight_b.to(plan.dtype)[:, None]

@@ -34,8 +34,8 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
     largest = LargestNegatives(plan) if plan.statistics else None
     weights_b = _weights(plan)
     pairs = _Pairs(plan, scale, bias, weights_b, largest)
-    found, *maxima = sweep(plan, [pairs, largest] if largest else [pairs])
-    totals_2, d_image_bD, d_text_nD = found
+    totals_2, d_image_bD, d_text_nD = sweep(plan, pairs)
+    maxima = None if largest is None else largest.home()
     extra = _ExtraPairs(plan, scale, bias, weights_b)
     extra.add(totals_2, d_image_bD, d_text_nD)
     q = plan.matched
@@ -62,12 +62,12 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
         sums[2] += extra.d_scale / plan.pairs
     sums = plan.exchange.all_reduce(sums)
     statistics_5 = None
-    if maxima:
+    if maxima is not None:
         # Triton's maxima ignore NaN, the loss does not.
         probability_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
         # Maxima are without the bias.
         statistics_5 = loss_statistics(
-            plan, pos_b - bias, torch.stack([probability_b, probability_b]), maxima[0]
+            plan, pos_b - bias, torch.stack([probability_b, probability_b]), maxima
         )
     loss, d_bias, d_scale = (x.clone() for x in sums)  # outputs must not be views
     d_negatives_bkD = extra.d_negatives(plan.exchange.world_size / plan.pairs)
@@ -154,7 +154,7 @@ class _Pairs:
         scale: Logit scale in the state dtype.
         bias: Logit bias, likewise.
         weights_b: Weights of the rows; `None` for 1 each.
-        largest: The visitor after this one, which holds the maxima for statistics, if requested.
+        largest: The maxima for statistics, if requested.
     """
 
     def __init__(
@@ -187,6 +187,8 @@ class _Pairs:
         )  # fmt: skip
         if self._text is not None and part_mD is not None:
             self._text.add(part_mD)
+        if self._largest is not None:
+            self._largest.send()
 
     def home(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the sums, and the gradients of images and texts."""

@@ -45,15 +45,13 @@ def softmax_loss(plan: Plan) -> SweepResult:
     prepared = tiles.prepare(image_bD, text_nD, scale)
     largest = LargestNegatives(plan) if plan.statistics else None
     negatives = Negatives(plan, StoredTiles(memory), prepared, largest)
-    (row_neg_b, column_neg_Rn), *maxima = sweep(
-        plan, [negatives, largest] if largest else [negatives]
-    )
+    row_neg_b, column_neg_Rn = sweep(plan, negatives)
     statistics_5 = None
-    if maxima:
+    if largest is not None:
         probability_2b = softmax_probabilities(
             prepared.pos_b, (row_neg_b, column_neg_Rn.logsumexp(0))
         )
-        statistics_5 = loss_statistics(plan, prepared.pos_b, probability_2b, maxima[0])
+        statistics_5 = loss_statistics(plan, prepared.pos_b, probability_2b, largest.home())
     # This rank's parts of the scale's gradient and of the loss; one collective sums them.
     totals = row_neg_b.new_empty(1 + plan.needs_grad.scale)
     row_lse_b, column_lse_n, weight_b = tiles.pair_terms(
@@ -62,7 +60,7 @@ def softmax_loss(plan: Plan) -> SweepResult:
     d_image_bD = d_text_nD = None
     if plan.trains:
         gradients = Gradients(plan, row_lse_b, StoredTiles(memory))
-        ((d_image_bD, d_text_nD),) = sweep(plan, [gradients], column_lse_n)
+        d_image_bD, d_text_nD = sweep(plan, gradients, column_lse_n)
         tiles.finish(
             image_bD, text_nD, d_image_bD, d_text_nD, weight_b, scale, plan.terms,
             plan.exchange.world_size, totals[0] if plan.needs_grad.scale else None,
@@ -82,17 +80,17 @@ class Negatives:
 
     Args:
         plan: The plan.
-        stored: Memory for tiles.
+        stored: Memory for tiles; `None` stores none.
         prepared: Result of the backend's `prepare`, if it was called.
-        largest: The visitor after this one, which holds the maxima for statistics, if requested.
+        largest: The maxima for statistics, if requested.
     """
 
     def __init__(
         self,
         plan: Plan,
-        stored: StoredTiles,
-        prepared: Prepared | None,
-        largest: LargestNegatives | None,
+        stored: StoredTiles | None = None,
+        prepared: Prepared | None = None,
+        largest: LargestNegatives | None = None,
     ) -> None:
         image_bD = plan.request.image
         self._rows_b = image_bD.new_empty(len(image_bD), dtype=plan.state)
@@ -107,6 +105,8 @@ class Negatives:
         logits = block.logits(block.plan.request.image, block.text_mD, self._stored)
         block.plan.tiles.lse_sweep(logits, self._rows_b, part_m, self._prepared, maxima)
         self._columns.add(part_m)
+        if self._largest is not None:
+            self._largest.send()
 
     def home(self) -> tuple[Tensor, Tensor]:
         """Return log-sum-exps of the rows, (b,), and parts of those of the columns, (R, n)."""
@@ -124,7 +124,7 @@ class Gradients:
         stored: The tiles that the first sweep stored, taken again from the first one.
     """
 
-    def __init__(self, plan: Plan, row_lse_b: Tensor, stored: StoredTiles) -> None:
+    def __init__(self, plan: Plan, row_lse_b: Tensor, stored: StoredTiles | None = None) -> None:
         image_bD, (use_image, use_text) = plan.request.image, plan.computes_grad
         # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.
         self._image_bD = image_bD.new_empty(image_bD.shape, dtype=plan.dtype) if use_image else None

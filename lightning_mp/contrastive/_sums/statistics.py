@@ -10,14 +10,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan
+from lightning_mp.contrastive._sums.sweep import Plan
 from lightning_mp.contrastive._tiles.tile_backend import Maxima
 
 __all__ = ["LargestNegatives", "loss_statistics", "softmax_probabilities"]
 
 
 class LargestNegatives:
-    """Visitor, after that of the loss, that holds the largest negatives of rows and columns.
+    """The largest negatives of rows and columns, which the visitor of a loss measures.
 
     Args:
         plan: The plan.
@@ -33,8 +33,8 @@ class LargestNegatives:
         self._block = Maxima(self._rows_b, self._rows_b.new_full(columns.shape[:1], -torch.inf))
         return self._block
 
-    def block(self, block: ColumnBlock) -> None:
-        """Send the maxima of the columns to their ranks."""
+    def send(self) -> None:
+        """Send the maxima of the block's columns to their ranks."""
         self._columns.add(self._block.columns_m)
 
     def home(self) -> Maxima:

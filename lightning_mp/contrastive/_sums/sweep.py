@@ -147,7 +147,7 @@ def plan_of(
         request, exchange, tiles, needs_grad, pairs,
         matched=b if pairing is None else pairing.matched, pairing=pairing, thresholds=thresholds,
         statistics=request.statistics if statistics is None else statistics,
-        ids_n=None if request.ids is None else request.masked_ids,
+        ids_n=request.masked_ids,
         has_terms=has_terms, terms=sum(has_terms) * pairs,
         computes_grad=RowsColumns(
             needs_grad.image or (needs_grad.scale and not needs_grad.text), needs_grad.text
@@ -212,12 +212,12 @@ class Visitor(Protocol):
         ...
 
 
-def sweep(plan: Plan, visitors: Sequence[Visitor], values: Tensor | None = None) -> list[Any]:
-    """Pass the columns of all ranks to visitors, and return the results of the visitors.
+def sweep(plan: Plan, visitor: Visitor, values: Tensor | None = None) -> Any:
+    """Pass the columns of all ranks to a visitor, and return its results.
 
     Args:
         plan: The plan.
-        visitors: Visitors, in the same order on all ranks.
+        visitor: The visitor.
         values: Values of this rank's columns that are exchanged with them.
     """
     travelling = [plan.request.text]
@@ -226,18 +226,16 @@ def sweep(plan: Plan, visitors: Sequence[Visitor], values: Tensor | None = None)
     if plan.thresholds is not None:
         travelling += plan.thresholds.travelling
     for index, visit in enumerate(plan.exchange.visit(travelling, values)):
-        _visit_block(plan, visitors, visit, values is not None, index == 0)
-    return [visitor.home() for visitor in visitors]
+        _visit_block(plan, visitor, visit, values is not None, index == 0)
+    return visitor.home()
 
 
 # A function, so that the memory of a block is freed before the next one arrives.
 def _visit_block(
-    plan: Plan, visitors: Sequence[Visitor], visit: Visit, has_values: bool, is_first: bool
+    plan: Plan, visitor: Visitor, visit: Visit, has_values: bool, is_first: bool
 ) -> None:
     values = visit.columns[-1] if has_values else None
-    block = ColumnBlock(plan, visit, visit.columns[0], values, is_first)
-    for visitor in visitors:
-        visitor.block(block)
+    visitor.block(ColumnBlock(plan, visit, visit.columns[0], values, is_first))
 
 
 class OneRank:

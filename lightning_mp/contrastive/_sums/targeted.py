@@ -38,15 +38,14 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
     image_bD, text_nD, scale = request.image, request.text, request.scale
     memory = plan.memory_for_tiles()
     largest = LargestNegatives(plan) if plan.statistics else None
-    negatives = Negatives(plan, StoredTiles(memory), None, largest)
-    found, *maxima = sweep(plan, [negatives, largest] if largest else [negatives])
-    row_neg_b, column_neg_Rn = found
+    row_neg_b, column_neg_Rn = sweep(plan, Negatives(plan, StoredTiles(memory), largest=largest))
     lses = [row_neg_b, column_neg_Rn.logsumexp(0)]
     statistics_5 = None
-    if maxima:  # statistics require one positive per row
+    if largest is not None:  # statistics require one positive per row
         q = plan.matched
         pos_q = row_dots(image_bD[:q], text_nD[:q], state).mul_(scale.to(state).reshape(()))
-        statistics_5 = loss_statistics(plan, pos_q, softmax_probabilities(pos_q, lses), maxima[0])
+        probability_2q = softmax_probabilities(pos_q, lses)
+        statistics_5 = loss_statistics(plan, pos_q, probability_2q, largest.home())
     cross_entropies = cross_entropies_of(plan)
     # Widened, because autograd accumulates gradients in the dtype of the leaves.
     inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
@@ -58,13 +57,8 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
     d_image_bD, d_text_nD, d_scale, d_row_b, d_column_n, *d_negatives = gradients
     from_sweeps: tuple[Tensor | None, Tensor | None] = (None, None)
     if plan.trains:
-        row_lse_b, column_lse_n = (
-            weighted_lse(row_neg_b, d_row_b),
-            weighted_lse(lses[1], d_column_n),
-        )
-        (from_sweeps,) = sweep(
-            plan, [Gradients(plan, row_lse_b, StoredTiles(memory))], column_lse_n
-        )
+        gradients_of = Gradients(plan, weighted_lse(row_neg_b, d_row_b), StoredTiles(memory))
+        from_sweeps = sweep(plan, gradients_of, weighted_lse(lses[1], d_column_n))
     if d_scale is not None:
         # sum <I, dL/dS T> = sum <T, dL/dS^T I>: either gradient serves.
         towers = zip((image_bD, text_nD), from_sweeps, strict=True)
