@@ -38,7 +38,7 @@ from lightning_mp.gradient_cache._served.outputs import Outputs
 from lightning_mp.gradient_cache._served.refusals import difference_error
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Role
 from lightning_mp.gradient_cache._served.sharding import set_reduction
-from lightning_mp.gradient_cache._served.towers import Tower, find_tower, sharded_modules
+from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.numerics.async_readback import AsyncReadback
 
 __all__ = ["GradientCache"]
@@ -178,9 +178,7 @@ class GradientCache:
         # `nn.Module.__call__` takes any arguments; `forward` names them.
         signature_of = function.forward if isinstance(function, nn.Module) else function
         name = getattr(function, "__name__", type(function).__name__)
-        return self._run(
-            name, signature_of, function, module, sharded_modules(module), args, kwargs
-        )
+        return self._run(Tower(name, module, signature_of), function, args, kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the micro-batch sizes, so that a resumed run draws the same dropout masks."""
@@ -232,19 +230,16 @@ class GradientCache:
     ) -> Any:
         if self._in_a_tower:  # the outer tower replays the call with its own
             return original(*args, **kwargs)
-        signature_of, module = tower.signature_of, tower.module
-        return self._run(tower.name, signature_of, original, module, tower.sharded, args, kwargs)
+        return self._run(tower, original, args, kwargs)
 
     def _run(
         self,
-        name: str,
-        signature_of: Callable[..., Any],
+        tower: Tower,
         function: Callable[..., Any],
-        module: nn.Module | None,
-        sharded: list[Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        name, key = tower.name, (tower.name, id(tower.module))
         _check_no_transform(name)
         if self._has_pending_differences:
             # On CUDA, differences of earlier replays are read when they have arrived.
@@ -252,25 +247,23 @@ class GradientCache:
             self._has_pending_differences = len(self._differences) > 0
         self.calls += 1
         arguments = Arguments(
-            signature_of,
+            tower.signature_of,
             args,
             kwargs,
-            constants=() if module is None else list(module.buffers()),
+            constants=() if tower.module is None else list(tower.module.buffers()),
             declared=self._declared,
-            earlier=self._earlier[name, id(module)],
+            earlier=self._earlier[key],
             expected=self._expected_rows,
         )
-        known = self._known[name, id(module)]
-        call = TowerCall(
-            self._config, name, function, module, sharded, arguments, self._declared, known
-        )
+        known = self._known[key]
+        call = TowerCall(self._config, tower, function, arguments, self._declared, known)
         was_in_a_tower, self._in_a_tower = self._in_a_tower, True
         try:
             outputs = call.run(self._rows_at_a_time(call, bool(known)))
         finally:
             self._in_a_tower = was_in_a_tower
         if self.declared.is_open:
-            self.declared.note_call(name, signature_of)
+            self.declared.note_call(name, tower.signature_of)
             self.declared.note("argument", arguments.paths)
             self.declared.note("output", call.outputs.paths)
         if name not in self.roles:
@@ -278,7 +271,7 @@ class GradientCache:
         trained = [*call.inputs, *call.trained.leaves.values()]
         if trained or call.trained.is_reentrant or any(call.outputs.needs_grad):
             # The call of a sharded tower may have no other input that requires grad.
-            anchor = [torch.zeros((), requires_grad=True)] if sharded else []
+            anchor = [torch.zeros((), requires_grad=True)] if tower.sharded else []
             reached = zip(outputs, call.outputs.needs_grad, strict=True)
             constant = [output for output, needs_grad in reached if not needs_grad]
             replay = functools.partial(self._replay, call)

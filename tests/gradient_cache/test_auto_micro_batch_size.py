@@ -175,7 +175,7 @@ class Part:
 def test_auto_of_a_sharded_tower_probes_in_step_with_other_ranks(
     small_gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home = "lightning_mp.gradient_cache.gradient_cache"
+    home = "lightning_mp.gradient_cache._served.towers"
     monkeypatch.setattr(f"{home}.sharded_modules", lambda module: [Part()])
     row = LAYERS * WIDTH * 4
     # Half of the free memory is usable, because a probe may take twice its limit.

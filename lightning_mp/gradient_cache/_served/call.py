@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mp.gradient_cache._served.arguments import Arguments
 from lightning_mp.gradient_cache._served.autograd import (
@@ -31,6 +31,7 @@ from lightning_mp.gradient_cache._served.sharding import (
     set_reduction,
     unsharded_parameters,
 )
+from lightning_mp.gradient_cache._served.towers import Tower
 from lightning_mp.numerics.replay_state import (
     AutocastState,
     BufferState,
@@ -71,10 +72,8 @@ class TowerCall:
 
     Args:
         config: Configuration of the cache.
-        tower: Name of the tower, for messages.
-        function: The tower.
-        module: Module whose buffers and generators the tower uses.
-        sharded: Modules of the tower that `fully_shard` was applied to.
+        tower: The tower, with the module whose buffers and generators it uses.
+        function: Runs the tower without an interception.
         arguments: Arguments of the call.
         declared: The declared roles.
         known: Roles of outputs known from earlier calls of the tower.
@@ -83,16 +82,14 @@ class TowerCall:
     def __init__(
         self,
         config: CacheConfig,
-        tower: str,
+        tower: Tower,
         function: Callable[..., Any],
-        module: nn.Module | None,
-        sharded: list[Any],
         arguments: Arguments,
         declared: DeclaredRoles,
         known: dict[str, Role],
     ) -> None:
-        self._config, self.tower, self.sharded = config, tower, sharded
-        self._function, self._module, self._arguments = function, module, arguments
+        self._config, self.tower, self.sharded = config, tower.name, tower.sharded
+        self._function, self._module, self._arguments = function, tower.module, arguments
         self.batch_size = arguments.batch_size
         leaves = arguments.leaves
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -102,8 +99,8 @@ class TowerCall:
             if torch.is_grad_enabled() and isinstance(leaf, Tensor) and leaf.requires_grad
         ]
         self.inputs: list[Tensor] = [leaves[index] for index in self._with_grad]
-        self.outputs = Outputs(tower, arguments, declared, known)
-        check_no_tangents(tower, tensors)
+        self.outputs = Outputs(tower.name, arguments, declared, known)
+        check_no_tangents(tower.name, tensors)
         device = None if config.device is None else torch.device(config.device)
         self._micro_batches = MicroBatches(
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
@@ -116,20 +113,20 @@ class TowerCall:
         self.device = device or (tensors[0].device if tensors else torch.device("cpu"))
         autocast = AutocastState(self.device.type)
         self._autocast, self._autocast_dtypes = autocast.entered(), autocast.dtypes
-        self._buffers = BufferState(module)
+        self._buffers = BufferState(tower.module)
         self._first_runs: list[_FirstRun] = []
         self._versions: dict[int, int] = {}
         self._bytes: list[int] = []
         unsharded = None
-        if module is not None and sharded:
-            unsharded = {id(p) for p in unsharded_parameters(module)}
-        self.trained = TrainedLeaves(tower, module, unsharded)
-        if sharded and self.inputs:
+        if tower.sharded:
+            unsharded = {id(p) for p in unsharded_parameters(tower.module)}
+        self.trained = TrainedLeaves(tower.name, tower.module, unsharded)
+        if tower.sharded and self.inputs:
             raise RuntimeError(
-                f"Called the sharded tower `{tower}` with `{arguments.paths[self._with_grad[0]]}`, "
-                "which requires grad. A sharded tower is replayed after the backward of the loss, "
-                "too late for gradients of its inputs. Move the computation of the input into the "
-                "tower, or detach the input."
+                f"Called the sharded tower `{tower.name}` with "
+                f"`{arguments.paths[self._with_grad[0]]}`, which requires grad. A sharded tower is "
+                "replayed after the backward of the loss, too late for gradients of its inputs. "
+                "Move the computation of the input into the tower, or detach the input."
             )
 
     def probe(self, rows: int) -> int:
@@ -181,10 +178,10 @@ class TowerCall:
                     returned = self._function(*args, **kwargs)
                 self._buffers.collect(rows.stop - rows.start)
                 opened = self.outputs.open(returned, rows)
-                lengths = (
-                    self._micro_batches.lengths(rows) if self._micro_batches.is_padded else None
+                is_padded = self._micro_batches.is_padded
+                self.outputs.add(
+                    opened, rows, self._micro_batches.lengths(rows) if is_padded else {}
                 )
-                self.outputs.add(opened, rows, lengths)
                 sketches = self.outputs.sketches(opened)
                 known = self.trained.note(opened.tensors, inputs)
                 self._first_runs.append(_FirstRun(rng, known, sketches))

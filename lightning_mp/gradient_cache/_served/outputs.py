@@ -34,17 +34,10 @@ class Outputs:
     """
 
     def __init__(
-        self,
-        tower: str,
-        arguments: Arguments,
-        declared: DeclaredRoles | None = None,
-        known: dict[str, Role] | None = None,
+        self, tower: str, arguments: Arguments, declared: DeclaredRoles, known: dict[str, Role]
     ) -> None:
-        self._tower = tower
-        self._arguments = arguments
-        self._declared = declared or DeclaredRoles({})
-        self._known = {} if known is None else known
-        self._is_first_call = not self._known
+        self._tower, self._arguments, self._declared = tower, arguments, declared
+        self._known, self._is_first_call = known, not known
         self._tree: Tree | None = None
         self._leaves: list[Tree] = []
         self._values: list[Any] = []
@@ -83,9 +76,7 @@ class Outputs:
 
     # Without grad, or the copies would keep the activations of all micro-batches alive.
     @torch.no_grad()
-    def add(
-        self, opened: "OpenedOutputs", rows: slice, lengths: Mapping[int, int] | None = None
-    ) -> None:
+    def add(self, opened: "OpenedOutputs", rows: slice, lengths: Mapping[int, int]) -> None:
         """Copy the outputs of a micro-batch to their rows.
 
         Args:
@@ -94,7 +85,7 @@ class Outputs:
             lengths: Maps lengths that the micro-batch was cut to, to padded lengths of the batch.
         """
         if self._tree is None:
-            self._begin(opened, lengths or {})
+            self._begin(opened, lengths)
         if opened.names != self.names or len(opened.leaves) != len(self._values):
             raise ValueError(
                 f"The tower `{self._tower}` returned {opened.names} for one micro-batch and "

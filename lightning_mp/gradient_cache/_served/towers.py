@@ -25,20 +25,25 @@ class Tower:
 
     Args:
         name: Dotted path, for messages.
-        module: The submodule, or the owner of the method.
+        module: The submodule, or the owner of the method; `None` for a plain function, whose calls
+            cannot be intercepted.
+        signature_of: The function whose parameters name the arguments of a call.
         method: Name of the method; `None` for calls of the submodule itself.
     """
 
-    def __init__(self, name: str, module: nn.Module, method: str | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module | None,
+        signature_of: Callable[..., Any],
+        method: str | None = None,
+    ) -> None:
         self.name = name
-        self.module = module
+        self.module: Any = module
+        self.signature_of = signature_of
         self.sharded = sharded_modules(module)
         """The modules in it that `fully_shard` was applied to."""
         self._method = method
-        self.signature_of: Callable[..., Any] = (
-            module.forward if method is None else getattr(module, method)
-        )
-        """The function whose parameters name the arguments of a call."""
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
@@ -111,9 +116,9 @@ def find_tower(model: nn.Module, name: str) -> Tower:
         owner = None
     target = None if owner is None or not last else getattr(owner, last, None)
     if isinstance(target, nn.Module):
-        return Tower(name, target, None)
+        return Tower(name, target, target.forward)
     if owner is not None and callable(target):
-        return Tower(name, owner, last)
+        return Tower(name, owner, target, last)
     candidates = list(_tower_names(model))
     near = difflib.get_close_matches(name, candidates, n=5, cutoff=0.5)
     children = [child for child, _ in model.named_children()]
