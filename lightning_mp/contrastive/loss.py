@@ -12,11 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments
-from lightning_mp.contrastive._call.checks import (
-    check_combined_rules,
-    check_pair_rules,
-    find_problem,
-)
+from lightning_mp.contrastive._call.checks import check_rules, find_problem
 from lightning_mp.contrastive._call.first_inputs import FirstInputs
 from lightning_mp.contrastive._call.request import RULES, PairArguments, Request
 from lightning_mp.contrastive._exchange.failures import CollectiveError
@@ -119,17 +115,6 @@ class ContrastiveLoss(nn.Module):
         hardness: float = 0.0,
     ) -> None:
         super().__init__()
-        check_pair_rules(self, duplicates, label_smoothing, false_negatives, margin)
-        check_combined_rules(
-            self,
-            partition,
-            within,
-            hardness,
-            duplicates,
-            label_smoothing,
-            false_negatives,
-            directions,
-        )
         self.process_group = process_group
         self._first = FirstInputs()
         self.workspace_bytes = workspace_bytes
@@ -145,6 +130,7 @@ class ContrastiveLoss(nn.Module):
         self.partition = partition
         self.within = within
         self.hardness = hardness
+        check_rules(self)
 
     @overload
     def forward(

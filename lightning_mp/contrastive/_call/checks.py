@@ -5,6 +5,7 @@ Shapes:
 """
 
 import numbers
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from lightning_mp._arguments import refuse_values
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
-__all__ = ["STATISTICS_PROBLEM", "check_combined_rules", "check_pair_rules", "find_problem"]
+__all__ = ["STATISTICS_PROBLEM", "check_rules", "find_problem"]
 
 STATISTICS_PROBLEM = (
     "Passed `statistics=True` to a loss with several positives of one image or text, with "
@@ -122,64 +123,46 @@ def _scalar_problem(name: str, value: object) -> str | None:
     )
 
 
-def check_pair_rules(
-    owner: object, duplicates: str, label_smoothing: float, false_negatives: str, margin: float
-) -> None:
-    """Refuse constructor arguments that contradict each other.
+def check_rules(loss: Any) -> None:
+    """Refuse constructor arguments of a loss that contradict each other.
 
     Raises:
         ValueError: Arguments contradict each other.
     """
-    masking = {"false_negatives": false_negatives, "margin": margin}
-    if false_negatives == "keep" and margin:
-        reason = (
+
+    def refuse(reason: str, *names: str) -> NoReturn:
+        refuse_values(loss, reason, **{name: getattr(loss, name) for name in names})
+
+    masks, is_joint = loss.false_negatives != "keep", loss.partition == "joint"
+    if loss.margin and not masks:
+        refuse(
             "`margin` applies to `false_negatives` only. Pass `false_negatives='absolute'` or "
-            "`'relative'`, or leave `margin` out."
-        )
-        refuse_values(owner, reason, **masking)
-    targets = {"duplicates": duplicates, "label_smoothing": label_smoothing}
-    if false_negatives != "keep" and (label_smoothing or duplicates != "mask"):
-        reason = (
+            "`'relative'`, or leave `margin` out.",
+            "false_negatives", "margin",
+        )  # fmt: skip
+    has_targets = bool(loss.label_smoothing) or loss.duplicates != "mask"
+    if masks and has_targets:
+        refuse(
             "A masked pair cannot be part of a target. Leave out `false_negatives`, or "
-            "`duplicates` and `label_smoothing`."
-        )
-        refuse_values(owner, reason, **masking, **targets)
-
-
-def check_combined_rules(
-    owner: object,
-    partition: str,
-    within: str,
-    hardness: float,
-    duplicates: str,
-    label_smoothing: float,
-    false_negatives: str,
-    directions: str,
-) -> None:
-    """Refuse constructor arguments that contradict `partition`, `within` or `hardness`.
-
-    Raises:
-        ValueError: Arguments contradict each other.
-    """
-    if within != "none" and partition != "joint":
-        reason = (
+            "`duplicates` and `label_smoothing`.",
+            "false_negatives", "margin", "duplicates", "label_smoothing",
+        )  # fmt: skip
+    if loss.within != "none" and not is_joint:
+        refuse(
             "Only a softmax over all directions has a positive for pairs of one tower. Pass "
-            "`partition='joint'`, or leave `within` out."
-        )
-        refuse_values(owner, reason, partition=partition, within=within)
-    if hardness and directions == "text_to_image":
-        reason = "`hardness` weights the negatives of images. Leave one of the two out."
-        refuse_values(owner, reason, hardness=hardness, directions=directions)
-    if partition != "joint" and not hardness:
-        return
-    if duplicates != "mask" or label_smoothing or false_negatives != "keep":
-        reason = (
+            "`partition='joint'`, or leave `within` out.",
+            "partition", "within",
+        )  # fmt: skip
+    if loss.hardness and loss.directions == "text_to_image":
+        refuse(
+            "`hardness` weights the negatives of images. Leave one of the two out.",
+            "hardness", "directions",
+        )  # fmt: skip
+    if (is_joint or loss.hardness) and (has_targets or masks):
+        refuse(
             "With `partition='joint'` or `hardness`, a pair has one positive as its whole target, "
-            "and all negatives count. Leave the other arguments out."
-        )
-        refuse_values(
-            owner, reason, partition=partition, hardness=hardness, duplicates=duplicates,
-            label_smoothing=label_smoothing, false_negatives=false_negatives,
+            "and all negatives count. Leave the other arguments out.",
+            "partition", "hardness", "duplicates", "label_smoothing", "false_negatives",
         )  # fmt: skip
 
 

@@ -198,21 +198,6 @@ class Request:
         return sum((getattr(self, name) is not None) << at for at, name in enumerate(GIVEN))
 
     @property
-    def masked_ids(self) -> Tensor | None:
-        """The ids whose equal pairs are masked, int64; `None` without."""
-        return self._ids if self.duplicates == "mask" else None
-
-    @property
-    def grouped_ids(self) -> Tensor | None:
-        """The ids whose equal pairs are positives, int64; `None` without."""
-        return None if self.duplicates == "mask" else self._ids
-
-    @property
-    def _ids(self) -> Tensor | None:
-        # Ids are exchanged, and ranks do not compare the dtypes of theirs.
-        return None if self.ids is None else self.ids.long().contiguous()
-
-    @property
     def guides(self) -> tuple[Tensor, Tensor] | None:
         """The guide's features of images and texts; `None` without a guide."""
         if self.guide_image is None or self.guide_text is None:

@@ -89,6 +89,7 @@ class Plan:
         thresholds: False-negative thresholds of this rank's images and texts; `None` without.
         ids_n: Ids of this rank's texts, int64. Pairs with equal ids, on any ranks, are not
             negatives. `None` on all ranks or on none.
+        grouped_ids_n: Ids whose equal pairs are positives, likewise.
         has_terms: Whether the loss has cross entropies of images, and of texts.
         terms: Number of cross entropies; the loss is their mean.
         computes_grad: Whether the gradients of images and of texts are computed. The scale's
@@ -109,6 +110,7 @@ class Plan:
     statistics: bool
     thresholds: Thresholds | None
     ids_n: Tensor | None
+    grouped_ids_n: Tensor | None
     has_terms: RowsColumns
     terms: int
     computes_grad: RowsColumns
@@ -142,12 +144,15 @@ def plan_of(
     b, directions = len(request.image), request.directions
     has_terms = RowsColumns(directions != "text_to_image", directions != "image_to_text")
     pairs = b if pairs is None else pairs
+    # Ids are exchanged, and ranks do not compare the dtypes of theirs.
+    ids_n = None if request.ids is None else request.ids.long().contiguous()
     thresholds = None if request.false_negatives == "keep" else thresholds_of(request, tiles)
     return Plan(
         request, exchange, tiles, needs_grad, pairs,
         matched=b if pairing is None else pairing.matched, pairing=pairing, thresholds=thresholds,
         statistics=request.statistics if statistics is None else statistics,
-        ids_n=request.masked_ids,
+        ids_n=ids_n if request.duplicates == "mask" else None,
+        grouped_ids_n=None if request.duplicates == "mask" else ids_n,
         has_terms=has_terms, terms=sum(has_terms) * pairs,
         computes_grad=RowsColumns(
             needs_grad.image or (needs_grad.scale and not needs_grad.text), needs_grad.text

@@ -16,12 +16,8 @@ __all__ = ["cross_entropies_of"]
 
 def cross_entropies_of(plan: Plan) -> CrossEntropies:
     """Return the cross entropies of a request; called on all ranks."""
-    request, pairing, b, n = (
-        plan.request,
-        plan.pairing,
-        len(plan.request.image),
-        len(plan.request.text),
-    )
+    request, pairing = plan.request, plan.pairing
+    b, n = len(request.image), len(request.text)
     weight_b = request.image.new_ones(b, dtype=plan.state)
     if request.weights is not None:
         weight_b = request.weights.to(weight_b.dtype)
@@ -36,13 +32,12 @@ def cross_entropies_of(plan: Plan) -> CrossEntropies:
         weight_n = match.to_columns(weight_b) / images_n
     else:
         weight_n = match.to_columns(weight_b)
-    if request.grouped_ids is not None:
-        match = Groups(request.grouped_ids, b, plan.exchange)
+    if plan.grouped_ids_n is not None:
+        match = Groups(plan.grouped_ids_n, b, plan.exchange)
     everything = Everything(b, n, plan.exchange)
     denominator: Match = everything
-    if request.masked_ids is not None:
-        groups = Groups(request.masked_ids, b, plan.exchange)
-        denominator = Unmasked(everything, groups, Own(b, n))
+    if plan.ids_n is not None:
+        denominator = Unmasked(everything, Groups(plan.ids_n, b, plan.exchange), Own(b, n))
     return CrossEntropies(
         match, plan.matched, _shares(weight_b, weight_n, plan), request.label_smoothing,
         denominator, plan.thresholds, plan.has_terms,
