@@ -59,20 +59,12 @@ class Exchange(Protocol):
     visiting columns.
     """
 
-    @property
-    def rank(self) -> int:
-        """This rank within the group."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that share the batch."""
-        ...
-
-    @property
-    def global_batch_size(self) -> int:
-        """Number of rows of all ranks."""
-        ...
+    rank: int
+    """This rank within the group."""
+    world_size: int
+    """Number of ranks that share the batch."""
+    global_batch_size: int
+    """Number of rows of all ranks."""
 
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
         """Yield all columns in blocks.

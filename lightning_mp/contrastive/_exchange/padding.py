@@ -58,10 +58,7 @@ class Padding:
 
 
 # Ranks whose batches differ in every step have the same few sizes again and again.
-@functools.lru_cache(maxsize=64)
-def padding_of(sizes: tuple[int, ...], rank: int) -> Padding:
-    """Return the padding of some sizes; see `Padding`."""
-    return Padding(sizes, rank)
+padding_of = functools.lru_cache(maxsize=64)(Padding)
 
 
 def _moves(sizes: Sequence[int], window: slice) -> Iterator[tuple[slice, slice]]:

@@ -40,12 +40,13 @@ class Sending:
         self._incoming = list(incoming)
         # One batch of sends and receives: NCCL runs the operations of a group in order, so two
         # ranks that both sent first would wait for each other.
+        following, previous = ((ring.rank + step) % ring.world_size for step in (1, -1))
         operations = [
             dist.P2POp(operation, tensor, group=ring.group, group_peer=peer)
             for sent, received in zip(self._outgoing, self._incoming, strict=True)
             for operation, tensor, peer in (
-                (dist.isend, sent, ring.next_rank),
-                (dist.irecv, received, ring.previous_rank),
+                (dist.isend, sent, following),
+                (dist.irecv, received, previous),
             )
         ]
         self._requests = dist.batch_isend_irecv(operations)
@@ -74,24 +75,8 @@ class Ring:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.batch_sizes = tuple(batch_sizes)
-        self.rank = rank
-        self.world_size = len(self.batch_sizes)
-        self.group = group
-
-    @property
-    def global_batch_size(self) -> int:
-        """Number of rows of all ranks."""
-        return sum(self.batch_sizes)
-
-    @property
-    def next_rank(self) -> int:
-        """The rank within the group that this rank sends to."""
-        return (self.rank + 1) % self.world_size
-
-    @property
-    def previous_rank(self) -> int:
-        """The rank within the group that this rank receives from."""
-        return (self.rank - 1) % self.world_size
+        self.world_size, self.global_batch_size = len(batch_sizes), sum(batch_sizes)
+        self.rank, self.group = rank, group
 
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
         """Yield this rank's shard, then every other, see `Exchange.visit`."""

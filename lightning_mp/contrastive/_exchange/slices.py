@@ -67,22 +67,12 @@ class Slices:
         count: int = 1,
     ) -> None:
         self.batch_sizes = tuple(batch_sizes)
-        self.rank = rank
-        self.group = group
+        self.world_size, self.global_batch_size = len(batch_sizes), sum(batch_sizes)
+        self.rank, self.group = rank, group
         self.count = count
         # The first tensor that was sent, and its rows of all ranks, if there is only one slice.
         self._sent: Tensor | None = None
         self._block: Tensor | None = None
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that share the batch."""
-        return len(self.batch_sizes)
-
-    @property
-    def global_batch_size(self) -> int:
-        """Number of rows of all ranks."""
-        return sum(self.batch_sizes)
 
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
         """Yield each slice of all ranks, see `Exchange.visit`."""
@@ -110,22 +100,21 @@ class Slices:
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def sizes(self, index: int) -> list[int]:
-        """Return the number of rows of every rank in a slice."""
+    def rows(self, index: int) -> list[slice]:
+        """Return the rows of every rank in a slice."""
         # Both ends are rounded down, so that slices cover the batch for any count.
         return [
-            (index + 1) * size // self.count - index * size // self.count
+            slice(index * size // self.count, (index + 1) * size // self.count)
             for size in self.batch_sizes
         ]
 
     def own_rows(self, index: int) -> slice:
         """Return this rank's rows of a slice."""
-        size = self.batch_sizes[self.rank]
-        return slice(index * size // self.count, (index + 1) * size // self.count)
+        return self.rows(index)[self.rank]
 
     def padding(self, index: int) -> Padding:
         """Return where the rows of all ranks are in a slice."""
-        return padding_of(tuple(self.sizes(index)), self.rank)
+        return padding_of(tuple(rows.stop - rows.start for rows in self.rows(index)), self.rank)
 
     def _all_values(self, values: Tensor) -> Tensor:
         """Return the values of all ranks' columns, (W, longest batch) or with more dimensions."""
@@ -139,9 +128,9 @@ class Slices:
         """Return the values of the columns of a slice, in the order of its block."""
         padding = self.padding(index)
         if self.count > 1:
-            starts = [index * size // self.count for size in self.batch_sizes]
-            pieces = zip(by_rank, starts, strict=True)
-            by_rank = torch.stack([values[start:][: padding.longest] for values, start in pieces])
+            pieces = zip(by_rank, self.rows(index), strict=True)
+            longest = padding.longest
+            by_rank = torch.stack([values[rows.start :][:longest] for values, rows in pieces])
         return padding.compact(by_rank.flatten(0, 1))
 
     def _send(self, shard: Sequence[Tensor], index: int) -> list["_Gather"]:

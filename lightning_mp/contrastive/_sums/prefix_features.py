@@ -15,20 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._call.request import Request
 from lightning_mp.numerics.floats import accumulation_dtype
 
-__all__ = ["PrefixFeatures", "Prefix", "prefixes_of"]
+__all__ = ["Prefix", "PrefixFeatures"]
 
 _LEAST_NORM = 1e-12  # the epsilon of torch's `normalize`
-
-
-def prefixes_of(request: Request) -> list["Prefix"]:
-    """Return the prefixes of a request."""
-    return [
-        Prefix(width, weight, request.normalize)
-        for width, weight in zip(request.widths, request.width_weights, strict=True)
-    ]
 
 
 class Prefix(NamedTuple):

@@ -12,7 +12,7 @@ once, at full width, because the gradient of the normalisation is linear.
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._sums.prefix_features import Prefix, PrefixFeatures, prefixes_of
+from lightning_mp.contrastive._sums.prefix_features import Prefix, PrefixFeatures
 from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import PairTerms, Prepared, StoredTiles, row_dots
 
@@ -21,7 +21,11 @@ __all__ = ["prefixes_loss"]
 
 def prefixes_loss(plan: Plan) -> SweepResult:
     """Return the weighted sum of the losses of all prefixes, and its gradients."""
-    request, prefixes = plan.request, prefixes_of(plan.request)
+    request = plan.request
+    prefixes = [
+        Prefix(width, weight, request.normalize)
+        for width, weight in zip(request.widths, request.width_weights, strict=True)
+    ]
     image_bD, text_nD, scale = request.image, request.text, request.scale
     memory = plan.memory_for_tiles(len(prefixes))
     images = [prefix.of(image_bD) for prefix in prefixes]
