@@ -4,7 +4,9 @@ Shapes:
     B: batch size of the call. m: rows of one micro-batch.
 """
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,6 @@ from lightning_mp.gradient_cache._served.outputs import (
     rounding_noise,
 )
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Role
-from lightning_mp.gradient_cache._served.row_shapes import check_row_shapes
 from lightning_mp.gradient_cache._served.sharding import (
     agree_on_micro_batches,
     set_reduction,
@@ -150,10 +151,24 @@ class TowerCall:
         set_reduction(self.sharded, True)
         return size
 
+    @torch.no_grad()
     def check_shapes(self) -> None:
-        """Raise if the row shape of an output depends on the number of rows."""
-        with undisturbed(self.device, self._module):
-            check_row_shapes(lambda n: self._run(self._micro_batches.repeated(n))[0], self.outputs)
+        """Learn the roles of outputs; raise if the shape of a row depends on the number of rows.
+
+        For m rows, `logits_per_image` of Hugging Face's `CLIPModel` has shape m x m. Concatenated,
+        the micro-batches would be B x m, as if each image had only m - 1 negatives: a different
+        loss. The tower runs on copies of one row, so that only their number differs.
+        """
+        # Eager, because a compiler would specialise on these sizes.
+        is_compiling = "torch._dynamo" in sys.modules
+        eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
+        with undisturbed(self.device, self._module), eager:
+            two, three = (
+                self.outputs.shapes(self._run(self._micro_batches.repeated(rows))[0])
+                for rows in (2, 3)  # at least two, because BatchNorm fails on one row
+            )
+        for path in (path for path in two if path in three):
+            self.outputs.learn_role(path, two[path], three[path])
 
     def run(self, micro_batch_size: int) -> list[Tensor]:
         """Run every micro-batch, and return the outputs of the whole batch.
