@@ -160,12 +160,10 @@ class MatryoshkaLoss(nn.Module):
         found: LossStatistics | None = None
         call: Any = self.loss  # its overloads do not accept `**options`
         for width, weight in zip(self.widths, self.weights, strict=True):
-            features = [x[:, :width] for x in (image_bD, text_nD)]
+            features = [self._cut(x, width) for x in (image_bD, text_nD)]
             options = dict(pairs)
             if options.get("negatives") is not None:
                 options["negatives"] = self._cut(options["negatives"], width)
-            if self.normalize:
-                features = [F.normalize(x, dim=1) for x in features]
             if statistics and found is None and width == max(self.widths):
                 loss, found = call(*features, scale, bias, statistics=True, **options)
             else:
@@ -185,6 +183,6 @@ class MatryoshkaLoss(nn.Module):
             "out larger widths."
         )
 
-    def _cut(self, negatives_bkD: Tensor, width: int) -> Tensor:
-        part_bkd = negatives_bkD[..., :width]
-        return F.normalize(part_bkd, dim=-1) if self.normalize else part_bkd
+    def _cut(self, features: Tensor, width: int) -> Tensor:
+        part = features[..., :width]
+        return F.normalize(part, dim=-1) if self.normalize else part
