@@ -144,8 +144,9 @@ class GradientCache:
                 "ran, so its gradients are missing. Call `cache.finish()` after `loss.backward()`; "
                 "with `InfCLModelParallelStrategy`, `self.manual_backward(loss)` does both."
             )
+        expected = rows_of(batch)
         found = [find_tower(model, name) for name in towers]
-        before, self._expected_rows = self._expected_rows, rows_of(batch)
+        before, self._expected_rows = self._expected_rows, expected
         if self.declared.is_open:
             self.declared.note("field", [leaf.path for leaf in open_tree(batch).leaves])
         self._trained = [p for p in model.parameters() if p.requires_grad]
@@ -255,11 +256,11 @@ class GradientCache:
             earlier=self._earlier[key],
             expected=self._expected_rows,
         )
-        known = self._known[key]
-        call = TowerCall(self._config, tower, function, arguments, self._declared, known)
+        call = TowerCall(self._config, tower, function, arguments, self._declared, self._known[key])
+        rows = self._config.micro_batch_size
         was_in_a_tower, self._in_a_tower = self._in_a_tower, True
         try:
-            outputs = call.run(self._rows_at_a_time(call, bool(known)))
+            outputs = call.run(self._auto_size(call) if rows == "auto" else rows)
         finally:
             self._in_a_tower = was_in_a_tower
         if self.declared.is_open:
@@ -288,22 +289,14 @@ class GradientCache:
         }
         _log.debug("Roles in the call of the tower `%s`: %s", name, self.roles[name])
 
-    def _rows_at_a_time(self, call: TowerCall, is_known: bool) -> int:
-        rows = self._config.micro_batch_size
-        if rows == "auto":
-            # A call without grad, such as a teacher's, needs less memory.
-            name = call.tower if torch.is_grad_enabled() else f"{call.tower} (without grad)"
-            if name not in self.micro_batch_sizes:
-                trained = self._trained or call.trained.parameters
-                found = find_micro_batch_size(call, self._config.activation_bytes, trained)
-                self.micro_batch_sizes[name] = found
-            rows = self.micro_batch_sizes[name]
-        # Once per tower, and only if all micro-batches have one size: different sizes reveal an
-        # output whose shape depends on them. Ranks with a sharded tower must all run the check.
-        is_even = call.batch_size > rows and call.batch_size % rows == 0
-        if not is_known and (is_even or call.sharded):
-            call.check_shapes()
-        return rows
+    def _auto_size(self, call: TowerCall) -> int:
+        # A call without grad, such as a teacher's, needs less memory.
+        name = call.tower if torch.is_grad_enabled() else f"{call.tower} (without grad)"
+        if name not in self.micro_batch_sizes:
+            trained = self._trained or call.trained.parameters
+            found = find_micro_batch_size(call, self._config.activation_bytes, trained)
+            self.micro_batch_sizes[name] = found
+        return self.micro_batch_sizes[name]
 
     def _replay(self, call: TowerCall, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         # FSDP's hooks do not run in a backward inside another backward; `finish` replays the call.

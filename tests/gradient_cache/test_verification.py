@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from lightning_mp.gradient_cache._served.outputs import Sketch, rounding_noise
+from lightning_mp.gradient_cache._served.call import rounding_noise
+from lightning_mp.gradient_cache._served.outputs import Sketch
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 CPU = torch.device("cpu")

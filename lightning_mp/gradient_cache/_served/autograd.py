@@ -85,10 +85,11 @@ class TrainedLeaves:
         self.leaves: dict[int, Tensor] = {}
         self.is_reentrant = False
         self.goes_outside = False
-        self._since = 0
+        # All nodes created from here on are part of a micro-batch.
+        self._since = sequence_number()
 
     def fresh(self) -> "TrainedLeaves":
-        """Return an empty object for the same tower."""
+        """Return a new object for the same tower."""
         return TrainedLeaves(self._tower, self._module, self._unsharded)
 
     @property
@@ -96,10 +97,6 @@ class TrainedLeaves:
         """The parameters of the module that require gradients."""
         parameters = () if self._module is None else self._module.parameters()
         return [p for p in parameters if p.requires_grad]
-
-    def begin(self) -> None:
-        """Count all nodes created from here on as part of a micro-batch."""
-        self._since = sequence_number()
 
     def note(self, roots: Iterable[Tensor], inputs: Iterable[Tensor]) -> frozenset[int]:
         """Record the leaves that a micro-batch trains besides its inputs, and return their ids."""

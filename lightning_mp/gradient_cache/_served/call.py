@@ -20,12 +20,7 @@ from lightning_mp.gradient_cache._served.autograd import (
 )
 from lightning_mp.gradient_cache._served.config import CacheConfig
 from lightning_mp.gradient_cache._served.micro_batches import MicroBatches, SharedWriteError
-from lightning_mp.gradient_cache._served.outputs import (
-    Outputs,
-    Sketch,
-    check_no_tangents,
-    rounding_noise,
-)
+from lightning_mp.gradient_cache._served.outputs import Outputs, Sketch, check_no_tangents
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Role
 from lightning_mp.gradient_cache._served.sharding import (
     agree_on_micro_batches,
@@ -41,7 +36,7 @@ from lightning_mp.numerics.replay_state import (
     version_of,
 )
 
-__all__ = ["TowerCall", "Replayed"]
+__all__ = ["Replayed", "TowerCall", "rounding_noise"]
 
 
 class Replayed(NamedTuple):
@@ -138,7 +133,6 @@ class TowerCall:
         set_reduction(self.sharded, False)
         with undisturbed(self.device, self._module):
             trained = self.trained.fresh()
-            trained.begin()
             samples = self._micro_batches.samples(rows)
             returned, inputs = self._run(samples[0])
             outputs = self.outputs.open(returned, slice(0, rows)).tensors
@@ -152,7 +146,7 @@ class TowerCall:
         return size
 
     @torch.no_grad()
-    def check_shapes(self) -> None:
+    def _check_shapes(self) -> None:
         """Learn the roles of outputs; raise if the shape of a row depends on the number of rows.
 
         For m rows, `logits_per_image` of Hugging Face's `CLIPModel` has shape m x m. Concatenated,
@@ -176,12 +170,16 @@ class TowerCall:
         Each micro-batch builds a graph as in its replay, so that torch chooses the same kernels and
         the graph shows which tensors train. The graph is freed at once.
         """
+        # Once per tower, and only if all micro-batches have one size: different sizes reveal an
+        # output whose shape depends on them. Ranks with a sharded tower must all run the check.
+        is_even = self.batch_size > micro_batch_size and self.batch_size % micro_batch_size == 0
+        if self.outputs.is_first_call and (is_even or self.sharded):
+            self._check_shapes()
         count = None
         if self.sharded:
             count = agree_on_micro_batches(
                 self.tower, self.batch_size, micro_batch_size, self.device
             )
-        self.trained.begin()
         self._micro_batches.split(micro_batch_size, count)
         try:
             for rows, leaves in self._micro_batches.first_run():
@@ -271,7 +269,7 @@ class TowerCall:
                 sums.add(gradients[len(inputs) :])
                 if inputs:
                     self._add_input_grads(input_grads, gradients, rows)
-        gradients = [*input_grads, *zeros_for_hooks(wanted, sums.totals())]
+            gradients = [*input_grads, *zeros_for_hooks(wanted, sums.totals())]
         return self._result(gradients, differences, cotangents)
 
     def _result(
@@ -339,3 +337,26 @@ class TowerCall:
                 own_rows.copy_(addend)
             else:
                 grad.add_(addend.to(grad.device))
+
+
+def rounding_noise(dtypes: set[torch.dtype], device: torch.device) -> float:
+    """Return the relative difference that rounding may cause between two runs of one network.
+
+    Eight epsilons of the coarsest dtype in use if that is a 16-bit dtype or tf32, whose roundings
+    are mostly equal in both runs; otherwise 128 epsilons, for sums in a different order in a deep
+    network. 0 under `torch.use_deterministic_algorithms(True)`.
+
+    Args:
+        dtypes: Dtypes of outputs, trained tensors and autocast.
+        device: On CUDA, fp32 counts as tf32 if torch may use tf32 for products.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return 0.0
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    is_tf32 = device.type == "cuda" and (
+        torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    )
+    if is_tf32 and torch.float32 in dtypes:
+        # tf32 has 10 bits of mantissa.
+        eps = max(eps, 2.0**-10)
+    return (8 if eps > torch.finfo(torch.float32).eps else 128) * eps

@@ -17,7 +17,7 @@ from lightning_mp.gradient_cache._served.arguments import Arguments, Tree, descr
 from lightning_mp.gradient_cache._served.refusals import name_of, scores_error, shape_error
 from lightning_mp.gradient_cache._served.roles import ROWS, DeclaredRoles, Role
 
-__all__ = ["Outputs", "Sketch", "check_no_tangents", "rounding_noise"]
+__all__ = ["Outputs", "Sketch", "check_no_tangents"]
 
 
 class Outputs:
@@ -37,7 +37,7 @@ class Outputs:
         self, tower: str, arguments: Arguments, declared: DeclaredRoles, known: dict[str, Role]
     ) -> None:
         self._tower, self._arguments, self._declared = tower, arguments, declared
-        self._known, self._is_first_call = known, not known
+        self._known, self.is_first_call = known, not known
         self._tree: Tree | None = None
         self._leaves: list[Tree] = []
         self._values: list[Any] = []
@@ -181,7 +181,7 @@ class Outputs:
             part.add_(tensor.to(part.dtype), alpha=self._weight(rows))
         elif kind != "whole" or rows.start == 0:
             part.copy_(tensor)
-        elif self._is_first_call and not torch.equal(part, tensor):
+        elif self.is_first_call and not torch.equal(part, tensor):
             # Only in the first call, because the comparison makes the host wait.
             expected = "a tensor equal to those of other micro-batches was expected"
             self._raise_shape_error(self.names[index], tensor.shape, expected)
@@ -343,29 +343,6 @@ class Sketch:
         difference = torch.where((other._sum_m == self._sum_m).all(), 0.0, difference.sqrt())
         difference = torch.nan_to_num(difference, nan=torch.inf, posinf=torch.inf)
         return torch.where(square.isfinite(), difference, 0.0).to(torch.float32)
-
-
-def rounding_noise(dtypes: set[torch.dtype], device: torch.device) -> float:
-    """Return the relative difference that rounding may cause between two runs of one network.
-
-    Eight epsilons of the coarsest dtype in use if that is a 16-bit dtype or tf32, whose roundings
-    are mostly equal in both runs; otherwise 128 epsilons, for sums in a different order in a deep
-    network. 0 under `torch.use_deterministic_algorithms(True)`.
-
-    Args:
-        dtypes: Dtypes of outputs, trained tensors and autocast.
-        device: On CUDA, fp32 counts as tf32 if torch may use tf32 for products.
-    """
-    if torch.are_deterministic_algorithms_enabled():
-        return 0.0
-    eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
-    is_tf32 = device.type == "cuda" and (
-        torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-    )
-    if is_tf32 and torch.float32 in dtypes:
-        # tf32 has 10 bits of mantissa.
-        eps = max(eps, 2.0**-10)
-    return (8 if eps > torch.finfo(torch.float32).eps else 128) * eps
 
 
 def _random_weights(values_mF: Tensor) -> Tensor:
