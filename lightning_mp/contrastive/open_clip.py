@@ -5,7 +5,7 @@ Shapes:
 """
 
 import warnings
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -27,8 +27,28 @@ _CHECKS: dict[str, Check | str] = {
 }
 
 
+class _KnowsRanks(ContrastiveLoss):
+    """A loss that is told its rank and the number of ranks."""
+
+    rank: int
+    world_size: int
+
+    def _problem(self, request: Request) -> str | None:
+        """Return the error and the fix if the arguments of a call are invalid, `None` otherwise."""
+        is_initialized = dist.is_available() and dist.is_initialized()
+        found = (dist.get_rank(), dist.get_world_size()) if is_initialized else (0, 1)
+        # 1 is open_clip's default.
+        if self.world_size == 1 or (self.rank, self.world_size) == found:
+            return super()._problem(request)
+        return (
+            f"Passed `{request.owner}(rank={self.rank}, world_size={self.world_size})`, but the "
+            f"process group has rank {found[0]} of {found[1]}, so the loss would have other "
+            "negatives. Call `torch.distributed.init_process_group` first, or leave both out."
+        )
+
+
 @explains_arguments(checks=_CHECKS)
-class ClipLoss(ContrastiveLoss):
+class ClipLoss(_KnowsRanks):
     r"""open_clip's `ClipLoss`, with its signature and values, computed by `ContrastiveLoss`.
 
     Replace `from open_clip import ClipLoss` by `from lightning_mp import ClipLoss`; the rest of the
@@ -88,10 +108,6 @@ class ClipLoss(ContrastiveLoss):
                 stacklevel=3,
             )
 
-    def _problem(self, request: Request) -> str | None:
-        """Return the error and the fix if the arguments of a call are invalid, `None` otherwise."""
-        return _ranks_problem(self, request) or super()._problem(request)
-
 
 @explains_arguments(
     checks={
@@ -101,7 +117,7 @@ class ClipLoss(ContrastiveLoss):
         "dist_impl": Check(fix="Leave it out: it has no effect on the exchange of texts."),
     },
 )
-class SigLipLoss(SigmoidContrastiveLoss):
+class SigLipLoss(_KnowsRanks, SigmoidContrastiveLoss):
     r"""open_clip's `SigLipLoss`, with its signature, computed by `SigmoidContrastiveLoss`.
 
     open_clip returns on each rank the sum over the rank's own images, divided by the rank batch.
@@ -145,22 +161,3 @@ class SigLipLoss(SigmoidContrastiveLoss):
     ) -> None:
         super().__init__()
         self.rank, self.world_size = rank, world_size
-
-    def _problem(self, request: Request) -> str | None:
-        """Return the error and the fix if the arguments of a call are invalid, `None` otherwise."""
-        return _ranks_problem(self, request) or super()._problem(request)
-
-
-def _ranks_problem(loss: Any, request: Request) -> str | None:
-    """Return an error if `rank` and `world_size` disagree with the process group."""
-    if loss.world_size == 1:  # open_clip's default
-        return None
-    is_initialized = dist.is_available() and dist.is_initialized()
-    found = (dist.get_rank(), dist.get_world_size()) if is_initialized else (0, 1)
-    if (loss.rank, loss.world_size) == found:
-        return None
-    return (
-        f"Passed `{request.owner}(rank={loss.rank}, world_size={loss.world_size})`, but the "
-        f"process group has rank {found[0]} of {found[1]}, so the loss would have other negatives. "
-        "Call `torch.distributed.init_process_group` first, or leave both out."
-    )

@@ -10,7 +10,7 @@ Shapes:
 
 import dataclasses
 import zlib
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -56,13 +56,6 @@ class PairArguments(TypedDict, total=False):
     negatives: Tensor | None
     guide_image: Tensor | None
     guide_text: Tensor | None
-
-
-class Configured(Protocol):
-    """A loss with its constructor arguments as attributes, named as in `Request`."""
-
-    process_group: dist.ProcessGroup | None
-    _is_softmax: bool
 
 
 # Not a named tuple, whose properties `torch.compile` in torch 2.10 cannot trace.
@@ -127,7 +120,7 @@ class Request:
     @classmethod
     def of(
         cls,
-        loss: Configured,
+        loss: Any,
         image: Tensor,
         text: Tensor,
         scale: Tensor | float,
@@ -136,7 +129,7 @@ class Request:
         owner: str | None = None,
         **fields: Any,
     ) -> "Request":
-        """Return the request of a call: its arguments and those of the constructor.
+        """Return the request of a call: its arguments and those of the constructor of `loss`.
 
         Raises:
             RuntimeError: In forward-mode AD or inside a transform of `torch.func`.
@@ -196,13 +189,6 @@ class Request:
     def given(self) -> int:
         """A bit for each argument of `GIVEN` that was passed; must be equal on all ranks."""
         return sum((getattr(self, name) is not None) << at for at, name in enumerate(GIVEN))
-
-    @property
-    def guides(self) -> tuple[Tensor, Tensor] | None:
-        """The guide's features of images and texts; `None` without a guide."""
-        if self.guide_image is None or self.guide_text is None:
-            return None
-        return self.guide_image, self.guide_text
 
     @property
     def is_plain(self) -> bool:

@@ -4,11 +4,13 @@ Shapes:
     b: rank batch. m: visiting columns. W: ranks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["Combine", "Exchange", "Home", "Visit"]
@@ -52,20 +54,29 @@ class Home(Protocol):
         ...
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """Brings the columns of all ranks to each rank, once per sweep.
 
     All ranks call `visit` and `Home.add` in the same order. Transfers overlap with the work on the
     visiting columns.
+
+    Args:
+        batch_sizes: Rows of each rank; they may differ.
+        rank: This rank within the group.
+        group: The process group; `None` is the default one.
     """
 
-    rank: int
-    """This rank within the group."""
-    world_size: int
-    """Number of ranks that share the batch."""
-    global_batch_size: int
-    """Number of rows of all ranks."""
+    def __init__(
+        self,
+        batch_sizes: Sequence[int],
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.batch_sizes = tuple(batch_sizes)
+        self.world_size, self.global_batch_size = len(batch_sizes), sum(batch_sizes)
+        self.rank, self.group = rank, group
 
+    @abstractmethod
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
         """Yield all columns in blocks.
 
@@ -73,12 +84,12 @@ class Exchange(Protocol):
             shard: This rank's tensors, each with its batch as the first dimension.
             values: A few numbers per column; they are the last tensor of the visiting columns.
         """
-        ...
 
+    @abstractmethod
     def home(self, combine: Combine) -> Home:
         """Return an empty sum; `"logsumexp"` adds exponentials, `"max"` takes the maximum."""
-        ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place."""
-        ...
+        dist.all_reduce(tensor, group=self.group)
+        return tensor

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.contrastive._exchange.exchange import Combine, Visit
+from lightning_mp.contrastive._exchange.exchange import Combine, Exchange, Visit
 
 __all__ = ["FollowingSum", "Ring", "Sending"]
 
@@ -59,24 +59,8 @@ class Sending:
         return self._incoming
 
 
-class Ring:
-    """The exchange by ring, see `Exchange`: one shard visits at a time.
-
-    Args:
-        batch_sizes: Rows of each rank; they may differ.
-        rank: This rank within the group.
-        group: The process group; `None` is the default one. Unused with one rank.
-    """
-
-    def __init__(
-        self,
-        batch_sizes: Sequence[int],
-        rank: int = 0,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.batch_sizes = tuple(batch_sizes)
-        self.world_size, self.global_batch_size = len(batch_sizes), sum(batch_sizes)
-        self.rank, self.group = rank, group
+class Ring(Exchange):
+    """The exchange by ring, see `Exchange`: one shard visits at a time."""
 
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
         """Yield this rank's shard, then every other, see `Exchange.visit`."""
@@ -94,12 +78,6 @@ class Ring:
     def home(self, combine: Combine) -> "FollowingSum":
         """Return an empty sum that follows each shard, see `Exchange.home`."""
         return FollowingSum(self, combine)
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks, in place; with one rank the tensor is the sum."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor, group=self.group)
-        return tensor
 
     def empty_like(self, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
         """Return buffers for the shard that this rank holds at `step`."""
@@ -123,7 +101,6 @@ class FollowingSum:
         self._combine = combine
         self._step = 0
         self._sending: Sending | None = None
-        self._total: Tensor | None = None
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return memory for the part of the visiting columns, see `Home.empty`."""
@@ -137,25 +114,20 @@ class FollowingSum:
             (so_far,) = self._sending.wait()
             total = _COMBINED[self._combine](so_far, part)
         self._step += 1
-        if self._ring.world_size > 1:
-            # The arriving sum belongs to the next shard, which may have another size.
-            incoming = self._ring.empty_like([total], self._step)
-            self._sending = Sending([total], incoming, self._ring)
-        else:
-            self._total = total
+        # The arriving sum belongs to the next shard, which may have another size.
+        incoming = self._ring.empty_like([total], self._step)
+        self._sending = Sending([total], incoming, self._ring)
 
     def result(self) -> Tensor:
         """Return the sum over all ranks for this rank's own shard."""
-        # The last send returns every sum to its own rank.
-        if self._sending is not None:
-            (self._total,) = self._sending.wait()
-            self._sending = None
-        if self._total is None or self._step != self._ring.world_size:
+        if self._sending is None or self._step != self._ring.world_size:
             raise RuntimeError(
                 f"`FollowingSum.result()` came after {self._step} calls of `add`. It needs one in "
                 f"each of the {self._ring.world_size} steps of `Ring.visit`."
             )
-        return self._total
+        # The last send returns every sum to its own rank.
+        (total,) = self._sending.wait()
+        return total
 
     def parts(self) -> Tensor:
         """Return the sum as a single part."""

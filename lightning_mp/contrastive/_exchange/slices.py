@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mp.contrastive._exchange.exchange import Combine, Visit
+from lightning_mp.contrastive._exchange.exchange import Combine, Exchange, Visit
 from lightning_mp.contrastive._exchange.padding import Padding, padding_of
 
 __all__ = ["Slices", "all_gather", "block_bytes", "slice_count"]
@@ -49,13 +49,11 @@ def slice_count(batch_sizes: Sequence[int], row_bytes: int, budget: int) -> int:
     return -(-most // max(1, rows))
 
 
-class Slices:
+class Slices(Exchange):
     """The exchange by slices, see `Exchange`; batch sizes may differ between ranks.
 
     Args:
-        batch_sizes: Rows of each rank.
-        rank: This rank within the group.
-        group: The process group; `None` is the default one.
+        batch_sizes: See `Exchange` for this, `rank` and `group`.
         count: T; the same on all ranks.
     """
 
@@ -66,9 +64,7 @@ class Slices:
         group: dist.ProcessGroup | None = None,
         count: int = 1,
     ) -> None:
-        self.batch_sizes = tuple(batch_sizes)
-        self.world_size, self.global_batch_size = len(batch_sizes), sum(batch_sizes)
-        self.rank, self.group = rank, group
+        super().__init__(batch_sizes, rank, group)
         self.count = count
         # The first tensor that was sent, and its rows of all ranks, if there is only one slice.
         self._sent: Tensor | None = None
@@ -94,11 +90,6 @@ class Slices:
     def home(self, combine: Combine) -> "SlicedSum":
         """Return an empty sum, see `Exchange.home`."""
         return SlicedSum(self, combine)
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks, in place."""
-        dist.all_reduce(tensor, group=self.group)
-        return tensor
 
     def rows(self, index: int) -> list[slice]:
         """Return the rows of every rank in a slice."""

@@ -15,14 +15,13 @@ numbers and O(b D) products, so autograd differentiates it; the gradients of `ne
 second sweep.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._sums.matches import Match, Own
-from lightning_mp.contrastive._sums.products import dots, to_columns, to_rows
+from lightning_mp.contrastive._sums.products import dots, product
 from lightning_mp.contrastive._tiles.masks import Thresholds
 from lightning_mp.contrastive._tiles.tile_backend import RowsColumns
 
@@ -98,8 +97,8 @@ class CrossEntropies(NamedTuple):
             row_neg_b = torch.logaddexp(row_neg_b, extra_bk.logsumexp(1))
         total = scale.new_zeros(())
         directions: tuple[tuple[Any, ...], ...] = (
-            (self.shares.rows_b, row_neg_b, image_bD, text_nD, to_rows, extra_bk),
-            (self.shares.columns_n, column_neg_n, text_nD, image_bD, to_columns, extra_bk[:0, :0]),
+            (self.shares.rows_b, row_neg_b, image_bD, text_nD, False, extra_bk),
+            (self.shares.columns_n, column_neg_n, text_nD, image_bD, True, extra_bk[:0, :0]),
         )
         for is_used, (share, *direction) in zip(self.has_terms, directions, strict=True):
             if is_used:
@@ -115,7 +114,7 @@ class CrossEntropies(NamedTuple):
         neg: Tensor,
         features: Tensor,
         others: Tensor,
-        product: Callable[[Match, Tensor], Tensor],
+        is_of_texts: bool,
         extra_nk: Tensor,
     ) -> Tensor:
         """Return the cross entropies of the images, or of the texts."""
@@ -130,12 +129,14 @@ class CrossEntropies(NamedTuple):
         # The product with ones counts positives over all ranks.
         ones = others.new_ones(len(others), 1)
         # Rows without a positive get a target of 0; their weight is 0.
-        target = product(self.match, others) / product(self.match, ones).clamp_min(1)
+        target = product(self.match, others, is_of_texts)
+        target = target / product(self.match, ones, is_of_texts).clamp_min(1)
         if self.smoothing:
             # The count is 0 for a text without an image whose id equals those of all images.
-            count_n1 = (product(self.denominator, ones) + extra_nk.shape[1]).clamp_min(1)
-            share_n1 = self.smoothing / count_n1
-            target = (1 - self.smoothing) * target + share_n1 * product(self.denominator, others)
+            count_n1 = product(self.denominator, ones, is_of_texts) + extra_nk.shape[1]
+            share_n1 = self.smoothing / count_n1.clamp_min(1)
+            spread = share_n1 * product(self.denominator, others, is_of_texts)
+            target = (1 - self.smoothing) * target + spread
             if extra_nk.shape[1]:
                 terms = terms - share_n1[:, 0] * extra_nk.sum(1)
         return terms + scale * dots(features, own - target, scale.dtype)

@@ -31,7 +31,8 @@ def thresholds_of(request: Request, tiles: TileBackend) -> Thresholds:
     image_bD, text_nD = request.image, request.text
     b, state = len(image_bD), state_dtype(image_bD.device)
     dtype = accumulation_dtype(image_bD.dtype)
-    guides = [_as_multiplied(x, dtype) for x in request.guides or ()]
+    given = (request.guide_image, request.guide_text)
+    guides = [_as_multiplied(x, dtype) for x in given if x is not None]
     left, right = guides or (image_bD, text_nD)
     threshold_b = row_dots(left, right[:b], state)
     if request.false_negatives == "absolute":

@@ -20,14 +20,10 @@ __all__ = ["Everything", "Groups", "Listed", "Match", "Own", "Unmasked"]
 
 
 class Match(Protocol):
-    """Interface of M: its products."""
+    """Interface of M: its product."""
 
-    def to_rows(self, x_nD: Tensor) -> Tensor:
-        """Return this rank's rows of `M @ x`, (b, D), from the `x_nD` of all ranks."""
-        ...
-
-    def to_columns(self, x_bD: Tensor) -> Tensor:
-        """Return this rank's rows of `M.T @ x`, (n, D), from the `x_bD` of all ranks."""
+    def times(self, x: Tensor, transposed: bool = False) -> Tensor:
+        """Return this rank's rows of `M @ x` (b, D), or of `M.T @ x` (n, D), for x of all ranks."""
         ...
 
 
@@ -37,13 +33,9 @@ class Own(NamedTuple):
     b: int
     n: int
 
-    def to_rows(self, x_nD: Tensor) -> Tensor:
-        """Return `M @ x`, see `Match`."""
-        return x_nD[: self.b]
-
-    def to_columns(self, x_bD: Tensor) -> Tensor:
-        """Return `M.T @ x`, see `Match`."""
-        return _pad_rows(x_bD, self.n)
+    def times(self, x: Tensor, transposed: bool = False) -> Tensor:
+        """Return a product, see `Match`."""
+        return _pad_rows(x, self.n) if transposed else x[: self.b]
 
 
 class Groups(NamedTuple):
@@ -59,17 +51,11 @@ class Groups(NamedTuple):
     b: int
     exchange: Exchange
 
-    def to_rows(self, x_nD: Tensor) -> Tensor:
-        """Return `M @ x`, see `Match`."""
-        return self._sums(self.ids_n[: self.b], x_nD)
-
-    def to_columns(self, x_bD: Tensor) -> Tensor:
-        """Return `M.T @ x`, see `Match`."""
+    def times(self, x: Tensor, transposed: bool = False) -> Tensor:
+        """Return for each id the sum of the rows with an equal id, see `Match`."""
+        ids = self.ids_n if transposed else self.ids_n[: self.b]
         # Shards have one row per text; zeros do not change the sums.
-        return self._sums(self.ids_n, _pad_rows(x_bD, len(self.ids_n)))
-
-    def _sums(self, ids: Tensor, x_nD: Tensor) -> Tensor:
-        """Return for each of `ids` the sum of the rows with an equal id."""
+        x_nD = _pad_rows(x, len(self.ids_n))
         sorted_ids = ids.sort().values
         # The index of an id is that of the first equal one; unknown ids get the index past the end.
         sums = x_nD.new_zeros(len(ids) + 1, *x_nD.shape[1:])
@@ -89,16 +75,13 @@ class Listed(NamedTuple):
     b: int
     n: int
 
-    def to_rows(self, x_nD: Tensor) -> Tensor:
-        """Return `M @ x`, see `Match`."""
-        sums = x_nD.new_zeros(self.b, *x_nD.shape[1:])
-        add_rows(sums, self.images_e, x_nD[self.texts_e])
-        return sums
-
-    def to_columns(self, x_bD: Tensor) -> Tensor:
-        """Return `M.T @ x`, see `Match`."""
-        sums = x_bD.new_zeros(self.n, *x_bD.shape[1:])
-        add_rows(sums, self.texts_e, x_bD[self.images_e])
+    def times(self, x: Tensor, transposed: bool = False) -> Tensor:
+        """Return a product, see `Match`."""
+        to, of, count = self.images_e, self.texts_e, self.b
+        if transposed:
+            to, of, count = of, to, self.n
+        sums = x.new_zeros(count, *x.shape[1:])
+        add_rows(sums, to, x[of])
         return sums
 
 
@@ -109,18 +92,11 @@ class Everything(NamedTuple):
     n: int
     exchange: Exchange
 
-    def to_rows(self, x_nD: Tensor) -> Tensor:
-        """Return `M @ x`, see `Match`."""
-        return self._total(x_nD, self.b)
-
-    def to_columns(self, x_bD: Tensor) -> Tensor:
-        """Return `M.T @ x`, see `Match`."""
-        return self._total(x_bD, self.n)
-
-    def _total(self, x_nD: Tensor, count: int) -> Tensor:
+    def times(self, x: Tensor, transposed: bool = False) -> Tensor:
+        """Return a product, see `Match`."""
         # Summed in a wide dtype, because its rounding error enters every row.
-        total = self.exchange.all_reduce(x_nD.sum(0, dtype=state_dtype(x_nD.device)))
-        return total.to(x_nD.dtype).expand(count, *total.shape)
+        total = self.exchange.all_reduce(x.sum(0, dtype=state_dtype(x.device)))
+        return total.to(x.dtype).expand(self.n if transposed else self.b, *total.shape)
 
 
 class Unmasked(NamedTuple):
@@ -130,15 +106,10 @@ class Unmasked(NamedTuple):
     groups: Groups
     own: Own
 
-    def to_rows(self, x_nD: Tensor) -> Tensor:
-        """Return `M @ x`, see `Match`."""
-        every, group, own = (match.to_rows(x_nD) for match in self)
+    def times(self, x: Tensor, transposed: bool = False) -> Tensor:
+        """Return a product, see `Match`."""
+        every, group, own = (match.times(x, transposed) for match in self)
         # The own text is also in its group, and remains.
-        return every - group + own
-
-    def to_columns(self, x_bD: Tensor) -> Tensor:
-        """Return `M.T @ x`, see `Match`."""
-        every, group, own = (match.to_columns(x_bD) for match in self)
         return every - group + own
 
 

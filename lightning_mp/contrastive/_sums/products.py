@@ -12,34 +12,27 @@ from torch import Tensor
 from lightning_mp.contrastive._sums.matches import Match
 from lightning_mp.contrastive._tiles.tile_backend import row_dots
 
-__all__ = ["dots", "to_columns", "to_rows"]
+__all__ = ["dots", "product"]
 
 
-def to_rows(match: Match, x_nD: Tensor) -> Tensor:
-    """Return `M @ x`, differentiable."""
-    rows: Tensor = _Product.apply(x_nD, match, True)
-    return rows
-
-
-def to_columns(match: Match, x_bD: Tensor) -> Tensor:
-    """Return `M.T @ x`, differentiable."""
-    columns: Tensor = _Product.apply(x_bD, match, False)
-    return columns
+def product(match: Match, x: Tensor, transposed: bool) -> Tensor:
+    """Return `match.times(x, transposed)`, differentiable."""
+    found: Tensor = _Product.apply(x, match, transposed)
+    return found
 
 
 class _Product(torch.autograd.Function):
     """A product with M or its transpose; the gradient is the other, of the sum over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, match: Match, is_to_rows: bool) -> Tensor:
-        ctx.match, ctx.is_to_rows = match, is_to_rows
-        return match.to_rows(x) if is_to_rows else match.to_columns(x)
+    def forward(ctx: Any, x: Tensor, match: Match, transposed: bool) -> Tensor:
+        ctx.match, ctx.transposed = match, transposed
+        return match.times(x, transposed)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
         # A collective if M spans ranks: all ranks must call it in the same order.
-        back = ctx.match.to_columns if ctx.is_to_rows else ctx.match.to_rows
-        return back(cotangent.contiguous()), None, None
+        return ctx.match.times(cotangent.contiguous(), not ctx.transposed), None, None
 
 
 def dots(left_bD: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -243,18 +243,15 @@ def _visit_block(
     visitor.block(ColumnBlock(plan, visit, visit.columns[0], values, is_first))
 
 
-class OneRank:
-    """The `Exchange` of a single process.
+class OneRank(Exchange):
+    """The exchange of a single process.
 
     Args:
         columns: Number of texts.
     """
 
-    rank = 0
-    world_size = 1
-
     def __init__(self, columns: int) -> None:
-        self.global_batch_size = columns
+        self.rank, self.world_size, self.global_batch_size = 0, 1, columns
 
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
         """Yield the columns of this rank, see `Exchange.visit`."""

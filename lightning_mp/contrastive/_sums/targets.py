@@ -27,11 +27,11 @@ def cross_entropies_of(plan: Plan) -> CrossEntropies:
     if pairing is not None:
         match = Listed(pairing.images_e, pairing.texts_e, b, n)
         # Without a positive there is no term. A text has the mean weight of its images.
-        weight_b = weight_b.where(match.to_rows(weight_b.new_ones(n)) > 0, 0)
-        images_n = match.to_columns(torch.ones_like(weight_b)).clamp_min(1)
-        weight_n = match.to_columns(weight_b) / images_n
+        weight_b = weight_b.where(match.times(weight_b.new_ones(n)) > 0, 0)
+        images_n = match.times(torch.ones_like(weight_b), True).clamp_min(1)
+        weight_n = match.times(weight_b, True) / images_n
     else:
-        weight_n = match.to_columns(weight_b)
+        weight_n = match.times(weight_b, True)
     if plan.grouped_ids_n is not None:
         match = Groups(plan.grouped_ids_n, b, plan.exchange)
     everything = Everything(b, n, plan.exchange)

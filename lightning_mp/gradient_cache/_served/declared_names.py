@@ -77,10 +77,6 @@ class DeclaredNames:
             roles={name: self._declared.texts[name] for name in missing},
         )
 
-    def close(self) -> None:
-        """Stop checking: at the end of a run, ranks may not reach the same check."""
-        self.is_open = False
-
     def _known(self, name: str) -> list[str]:
         origins = self._declared.origins(name)
         return list(dict.fromkeys(path for origin in origins for path in self._paths[origin]))
