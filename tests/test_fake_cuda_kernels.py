@@ -14,12 +14,13 @@ from lightning_mp import SafeAdamW
 from lightning_mp.callbacks._step.sampling import pack_stats
 from lightning_mp.contrastive._tiles.tile_backend import row_dots
 from lightning_mp.contrastive._tiles.triton_tiles.block import add_product
-from lightning_mp.numerics import row_dots_kernels, stats_kernels, triton_support
+from lightning_mp.numerics import row_dots_kernels, split_kernels, stats_kernels, triton_support
+from lightning_mp.numerics import split_weights as split_weights_module
 from lightning_mp.optim._adamw import fused as fused_adamw
 from lightning_mp.optim._adamw import tables as adamw_tables
 from lightning_mp.optim._adamw.foreach import AdamWBatch, AdamWOptions, foreach_adamw_step
 from lightning_mp.optim._adamw.fused import fused_adamw_step
-from tests.fake_cuda import FakeCuda
+from tests.fake_cuda import DeviceTensor, FakeCuda
 
 OPTIONS = AdamWOptions(
     lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, maximize=False, rule="adam",
@@ -181,3 +182,26 @@ def test_row_dots_in_float64_are_one_launch(gpu: FakeCuda, monkeypatch: pytest.M
     assert (dots.dtype, dots.shape) == (torch.float64, (70,))
     assert gpu.launches.total() - before == 2  # memory counts as one
     assert kernel.arguments[0][3:5] == (70, 24)
+
+
+def test_contiguous_half_weights_are_joined_and_split_by_one_launch_each(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = {name: _Launched(gpu, name) for name in ("join_kernel", "split_kernel")}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(split_kernels, name, kernel)
+    monkeypatch.setattr(split_weights_module, "triton_problem", lambda device: None)
+    monkeypatch.setattr(split_weights_module, "Tensor", DeviceTensor)  # other subclasses use torch
+    shape = (300, 3 * split_kernels.BLOCK.value)
+    weight, residual = (torch.ones(shape, dtype=torch.float16, device="cuda") for _ in range(2))
+    before = gpu.launches.total()
+    value = split_weights_module.join_weight(weight, residual)
+    assert gpu.launches.total() - before == 2  # memory counts as one
+    assert (value.dtype, value.shape) == (torch.float32, shape)
+    parts = split_weights_module.split_weight(value, torch.float16)
+    assert gpu.launches.total() - before == 5  # memory of both results
+    assert [(part.dtype, part.shape) for part in parts] == [(torch.float16, shape)] * 2
+    assert [kernel.grids for kernel in kernels.values()] == [[(900,)]] * 2
+    # Other weights use torch's operations.
+    split_weights_module.join_weight(weight.t(), residual.t())
+    assert len(kernels["join_kernel"].grids) == 1

@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lightning_mp.numerics.small_chunks import SmallChunks
+from lightning_mp.numerics.triton_support import triton_problem
 
 __all__ = [
     "batches",
@@ -49,6 +50,10 @@ def split_weight(master: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
         non-finite weights. The represented values round to the same weights, and split into the
         same weights and residuals again.
     """
+    if _has_kernels(master):
+        from lightning_mp.numerics.split_kernels import fused_split
+
+        return fused_split(master, half, residual_unit(half))
     # In place, so that the temporaries of a batch stay in the caches of a CPU core. On a CPU,
     # comparisons in place and products take a quarter of the time of masks and `where`.
     weight, unit = master.to(half), residual_unit(half)
@@ -71,10 +76,25 @@ def join_weight(weight: Tensor, residual: Tensor) -> Tensor:
     If the sum does not round to the weight, the weight was overwritten after the split. Then the
     residual is ignored, so that a weight set to 0 is 0.
     """
-    plain, rest, unit = weight.float(), residual.float(), residual_unit(weight.dtype)
+    unit = residual_unit(weight.dtype)
+    if _has_kernels(weight, residual):
+        from lightning_mp.numerics.split_kernels import fused_join
+
+        return fused_join(weight, residual, unit)
+    plain, rest = weight.float(), residual.float()
     both = plain.add(rest, alpha=unit)
     is_current = both.copy_(both.to(weight.dtype).eq_(weight))
     return plain.addcmul_(rest, is_current, value=unit)
+
+
+def _has_kernels(*tensors: Tensor) -> bool:
+    """Return whether Triton kernels process tensors; they need contiguous ones on a CUDA device."""
+    return (
+        tensors[0].is_cuda
+        and not torch.compiler.is_compiling()
+        and all(type(x) in (Tensor, nn.Parameter) and x.is_contiguous() for x in tensors)
+        and triton_problem(tensors[0].device) is None
+    )
 
 
 def join_weights(weights: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:

@@ -18,6 +18,7 @@ shared memory.
 import triton
 import triton.language as tl
 
+from lightning_mp.numerics.split_kernels import join_block, residual_of_block
 from lightning_mp.optim._adamw.foreach import ATAN2_A, ATAN2_B
 
 __all__ = ["BLOCK", "CHUNK", "MAX_PARTS", "NUM_WARPS", "ROWS", "adamw_kernel", "rms_kernel"]
@@ -169,7 +170,7 @@ def _step_block(
     w = plain.to(tl.float32)
     if WRITE_BACK == "kahan":
         rest = tl.load(residual + lane, mask=mask).to(tl.float32)
-        w = _join_weight(w, rest, plain.dtype, UNIT)
+        w = join_block(w, rest, plain.dtype, UNIT)
 
     # torch.lerp is also exact at the nearer end.
     m = tl.where(weight1 < 0.5, m + weight1 * (g - m), g - beta1 * (g - m))
@@ -188,7 +189,7 @@ def _step_block(
     kept = w.to(plain.dtype)
     tl.store(param + lane, kept, mask=mask)
     if WRITE_BACK == "kahan":
-        rest = _residual_of(w, kept.to(tl.float32), plain.dtype, UNIT)
+        rest = residual_of_block(w, kept.to(tl.float32), plain.dtype, UNIT)
         tl.store(residual + lane, rest, mask=mask)
 
 
@@ -315,24 +316,6 @@ def _atan2(y, x):
     angle = tl.where(is_steep, _HALF_PI - angle, angle)
     angle = tl.where(height + x == 0, 0.0, angle)
     return tl.where(y < 0, -angle, angle)
-
-
-@triton.jit
-def _join_weight(plain, rest, HALF: tl.constexpr, UNIT: tl.constexpr):
-    """Triton version of `join_weight`: ignores a residual that would change the half weight."""
-    both = plain + rest * UNIT
-    return tl.where(both.to(HALF).to(tl.float32) == plain, both, plain)
-
-
-@triton.jit
-def _residual_of(w, kept, HALF: tl.constexpr, UNIT: tl.constexpr):
-    """Triton version of `split_weight`: the residual never changes the half weight."""
-    # One in 8000 residuals is rounded up to half a step, and is then reduced.
-    BELOW: tl.constexpr = 1 - 0.6 / (1 << HALF.fp_mantissa_width)
-    rest = ((w - kept) * (1 / UNIT)).to(HALF).to(tl.float32)
-    is_own = (kept + rest * UNIT).to(HALF).to(tl.float32) == kept
-    rest = tl.where(is_own, rest, rest * BELOW)
-    return tl.where(tl.abs(kept) < _INF, rest, 0.0).to(HALF)
 
 
 @triton.jit

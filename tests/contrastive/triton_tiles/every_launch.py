@@ -21,6 +21,8 @@ from lightning_mp.contrastive._sums.agreement import exchange_for
 from lightning_mp.contrastive._sums.sweep import NeedsGrad, plan_of
 from lightning_mp.numerics import probe_kernels
 from lightning_mp.numerics.row_dots import fused_row_dots
+from lightning_mp.numerics.split_kernels import fused_join, fused_split
+from lightning_mp.numerics.split_weights import residual_unit
 from lightning_mp.numerics.stats_kernels import fused_stats
 from lightning_mp.optim._adamw.foreach import AdamWBatch, AdamWOptions
 from lightning_mp.optim._adamw.fused import fused_adamw_step
@@ -183,10 +185,12 @@ def _guides(batch: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 
 def _beside_losses() -> None:
-    """Launch the kernels of the optimizer and the monitors, and the probe."""
+    """Launch the kernels of the optimizer, half weights and monitors, and the probe."""
     probe_kernels.probe_kernel[(1,)](torch.empty((), dtype=torch.int32))
     values = [torch.zeros(size, dtype=dtype) for dtype in DTYPES for size in (2**16, 7)]
     fused_stats(values, torch.tensor(2.0**-14))
+    for half, size in itertools.product((BF16, FP16), (2**16, 7)):
+        fused_join(*fused_split(torch.zeros(size), half, residual_unit(half)), residual_unit(half))
     one = torch.ones(1)
     for param, grad, rule, write_back, more in itertools.product(
         DTYPES, DTYPES, ("adam", "atan2"), ("kahan", "nearest", "stochastic"), (False, True)

@@ -80,8 +80,8 @@ def _every_launch(arch: int) -> tuple[Launch, ...]:
 
 
 KERNELS = (
-    "adamw", "factors", "finish", "lse", "merge", "merge_stats", "prepare", "probe", "rms",
-    "row_dots", "sigmoid", "softmax", "stats", "terms",
+    "adamw", "factors", "finish", "join", "lse", "merge", "merge_stats", "prepare", "probe", "rms",
+    "row_dots", "sigmoid", "softmax", "split", "stats", "terms",
 )  # fmt: skip
 
 
