@@ -134,55 +134,33 @@ class ContrastiveLoss(nn.Module):
 
     @overload
     def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None = ...,
-        output_dict: Literal[False] = ...,
-        *,
-        statistics: Literal[False] = ...,
-        **pairs: "Unpack[PairArguments]",
-    ) -> Tensor: ...
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = ..., output_dict: Literal[False] = ..., *,
+        statistics: Literal[False] = ..., **pairs: "Unpack[PairArguments]",
+    ) -> Tensor: ...  # fmt: skip
 
     @overload
     def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None = ...,
-        *,
-        output_dict: Literal[True],
-        statistics: Literal[False] = ...,
-        **pairs: "Unpack[PairArguments]",
-    ) -> dict[str, Tensor]: ...
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = ..., *, output_dict: Literal[True],
+        statistics: Literal[False] = ..., **pairs: "Unpack[PairArguments]",
+    ) -> dict[str, Tensor]: ...  # fmt: skip
 
     @overload
     def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None = ...,
-        output_dict: Literal[False] = ...,
-        *,
-        statistics: Literal[True],
-        **pairs: "Unpack[PairArguments]",
-    ) -> tuple[Tensor, LossStatistics]: ...
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = ..., output_dict: Literal[False] = ..., *,
+        statistics: Literal[True], **pairs: "Unpack[PairArguments]",
+    ) -> tuple[Tensor, LossStatistics]: ...  # fmt: skip
 
     @overload
     def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None = ...,
-        output_dict: bool = ...,
-        *,
-        statistics: bool = ...,
-        **pairs: "Unpack[PairArguments]",
-    ) -> Tensor | dict[str, Tensor] | tuple[Tensor | dict[str, Tensor], LossStatistics]: ...
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = ..., output_dict: bool = ..., *,
+        statistics: bool = ..., **pairs: "Unpack[PairArguments]",
+    ) -> (
+        Tensor | dict[str, Tensor] | tuple[Tensor | dict[str, Tensor], LossStatistics]
+    ): ...  # fmt: skip
 
     def forward(
         self,
