@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import SigmoidContrastiveLoss
-from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Logits
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from tests.contrastive.test_exchange import (
     BATCHES,
@@ -187,7 +187,8 @@ def test_sweep_over_columns_with_some_positives_equals_float64() -> None:
     totals, d_rows = torch.zeros(2, dtype=torch.float64), torch.zeros(70, 5)
     scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (0.5, -1.0))
     own = slice(20, 40)
-    TorchTiles(1).sigmoid_sweep(Logits(rows, columns, scale, 3, own), bias, totals, d_rows, None)
+    swept, gradients = Logits(rows, columns, scale, 3, own), Derivatives(d_rows, None)
+    TorchTiles(1).sigmoid_sweep(swept, bias, totals, gradients)
     logits = 0.5 * rows.double() @ columns.double().T - 1
     index = torch.arange(20, 40)
     logits[index, index + 3] = -torch.inf

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
-from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Logits, Vectors
 from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES, TorchTiles
 from tests.contrastive.visible import visible
 from tests.reference.contrastive import HARD, hard_features, reference, relative_error
@@ -44,18 +44,19 @@ def test_sweeps_of_a_shard_equal_float64(b: int, m: int, diagonal: int | None) -
     row_lse, column_lse = torch.randn(b).double(), torch.randn(m).double()
     expected_row = torch.logaddexp(row_lse, logits.logsumexp(1))
     expected_column = torch.logaddexp(column_lse, logits.logsumexp(0))
-    tiles.lse_sweep(swept, row_lse, column_lse)
+    tiles.lse_sweep(swept, Vectors(row_lse, column_lse))
     # fp32 logits near 40 are 3.8e-6 apart, and the D sums of each logit are rounded.
     for lse, expected in ((row_lse, expected_row), (column_lse, expected_column)):
         assert (lse - expected).abs().max() < 4e-5
 
     softmax = (logits - row_lse[:, None]).exp() + (logits - column_lse).exp()
     d_rows, d_columns = torch.ones(b, 24), torch.ones(m, 24)
-    tiles.grad_sweep(swept, row_lse, column_lse, d_rows, d_columns)
+    lses = Vectors(row_lse, column_lse)
+    tiles.grad_sweep(swept, lses, Derivatives(d_rows, d_columns))
     assert relative_error(d_rows - 1, softmax @ columns.double()) < 2e-5
     assert relative_error(d_columns - 1, softmax.T @ rows.double()) < 2e-5
     only_rows = torch.ones(b, 24)
-    tiles.grad_sweep(swept, row_lse, column_lse, only_rows, None)
+    tiles.grad_sweep(swept, lses, Derivatives(only_rows, None))
     assert torch.equal(only_rows, d_rows)
 
 

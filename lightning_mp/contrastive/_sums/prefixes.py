@@ -14,7 +14,14 @@ from torch import Tensor
 
 from lightning_mp.contrastive._sums.prefix_features import Prefix, PrefixFeatures
 from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan, SweepResult, sweep
-from lightning_mp.contrastive._tiles.tile_backend import PairTerms, Prepared, StoredTiles, row_dots
+from lightning_mp.contrastive._tiles.tile_backend import (
+    Derivatives,
+    PairTerms,
+    Prepared,
+    StoredTiles,
+    Vectors,
+    row_dots,
+)
 
 __all__ = ["prefixes_loss"]
 
@@ -97,9 +104,8 @@ class _Negatives:
             # Taken from the block, so that prefixes are not exchanged.
             text_md = prefix.of(block.text_mD).features_nd
             logits = block.logits(self._images[index].features_nd, text_md, self._stored)
-            block.plan.tiles.lse_sweep(
-                logits, self._rows_kb[index], part_km[index], self._prepared[index]
-            )
+            lses = Vectors(self._rows_kb[index], part_km[index])
+            block.plan.tiles.lse_sweep(logits, lses, self._prepared[index])
         # The first dimension of all exchanged tensors is the batch.
         self._columns.add(part_km.T.contiguous())
 
@@ -138,10 +144,8 @@ class _Gradients:
                 part_md = torch.empty_like(text.features_nd, dtype=dtype)
             block.plan.tiles.grad_sweep(
                 block.logits(self._images[index].features_nd, text.features_nd, self._stored),
-                self._found[index].row_lse_b,
-                block.values[:, index].contiguous(),
-                None if self._d_images is None else self._d_images[index],
-                part_md,
+                Vectors(self._found[index].row_lse_b, block.values[:, index].contiguous()),
+                Derivatives(None if self._d_images is None else self._d_images[index], part_md),
             )
             if total_mD is not None and part_md is not None:
                 text.add_gradient(total_mD, part_md, prefix.weight)

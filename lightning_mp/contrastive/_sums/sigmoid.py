@@ -20,7 +20,7 @@ from lightning_mp.contrastive._sums.matches import add_rows
 from lightning_mp.contrastive._sums.products import dots
 from lightning_mp.contrastive._sums.statistics import LargestNegatives, loss_statistics
 from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan, SweepResult, sweep
-from lightning_mp.contrastive._tiles.tile_backend import row_dots
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, row_dots
 
 __all__ = ["sigmoid_loss"]
 
@@ -183,7 +183,7 @@ class _Pairs:
         logits = block.logits(block.plan.request.image, block.text_mD)
         block.plan.tiles.sigmoid_sweep(
             logits._replace(scale=self._scale, weights_b=self._weights_b), self._bias,
-            self._totals_2, self._image_bD, part_mD, maxima,
+            self._totals_2, Derivatives(self._image_bD, part_mD), maxima,
         )  # fmt: skip
         if self._text is not None and part_mD is not None:
             self._text.add(part_mD)

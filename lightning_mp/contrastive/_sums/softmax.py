@@ -32,7 +32,7 @@ from lightning_mp.contrastive._sums.statistics import (
     softmax_probabilities,
 )
 from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan, SweepResult, sweep
-from lightning_mp.contrastive._tiles.tile_backend import Prepared, StoredTiles
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Prepared, StoredTiles, Vectors
 
 __all__ = ["Gradients", "Negatives", "softmax_loss"]
 
@@ -103,7 +103,8 @@ class Negatives:
         part_m = self._rows_b.new_empty(len(block.text_mD))
         maxima = None if self._largest is None else self._largest.fresh(part_m)
         logits = block.logits(block.plan.request.image, block.text_mD, self._stored)
-        block.plan.tiles.lse_sweep(logits, self._rows_b, part_m, self._prepared, maxima)
+        lses = Vectors(self._rows_b, part_m)
+        block.plan.tiles.lse_sweep(logits, lses, self._prepared, maxima)
         self._columns.add(part_m)
         if self._largest is not None:
             self._largest.send()
@@ -138,7 +139,11 @@ class Gradients:
         if self._text is not None:
             part_mD = self._text.empty(block.text_mD, block.plan.dtype)
         logits = block.logits(block.plan.request.image, block.text_mD, self._stored)
-        block.plan.tiles.grad_sweep(logits, self._row_lse_b, block.values, self._image_bD, part_mD)
+        lses, gradients = (
+            Vectors(self._row_lse_b, block.values),
+            Derivatives(self._image_bD, part_mD),
+        )
+        block.plan.tiles.grad_sweep(logits, lses, gradients)
         if self._text is not None and part_mD is not None:
             self._text.add(part_mD)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._sums.sweep import Plan
-from lightning_mp.contrastive._tiles.tile_backend import Maxima
+from lightning_mp.contrastive._tiles.tile_backend import Vectors
 
 __all__ = ["LargestNegatives", "loss_statistics", "softmax_probabilities"]
 
@@ -28,18 +28,18 @@ class LargestNegatives:
         self._rows_b = image_bD.new_full((len(image_bD),), -torch.inf, dtype=plan.state)
         self._columns = plan.exchange.home("max")
 
-    def fresh(self, columns: Tensor) -> Maxima:
+    def fresh(self, columns: Tensor) -> Vectors:
         """Return the maxima that a tile backend raises in the next block, for its columns."""
-        self._block = Maxima(self._rows_b, self._rows_b.new_full(columns.shape[:1], -torch.inf))
+        self._block = Vectors(self._rows_b, self._rows_b.new_full(columns.shape[:1], -torch.inf))
         return self._block
 
     def send(self) -> None:
         """Send the maxima of the block's columns to their ranks."""
         self._columns.add(self._block.columns_m)
 
-    def home(self) -> Maxima:
+    def home(self) -> Vectors:
         """Return the maxima of this rank's rows and columns."""
-        return Maxima(self._rows_b, self._columns.result())
+        return Vectors(self._rows_b, self._columns.result())
 
 
 def softmax_probabilities(pos_q: Tensor, negative_lses: Iterable[Tensor]) -> Tensor:
@@ -47,7 +47,7 @@ def softmax_probabilities(pos_q: Tensor, negative_lses: Iterable[Tensor]) -> Ten
     return torch.stack([(pos_q - neg[: len(pos_q)]).sigmoid() for neg in negative_lses])
 
 
-def loss_statistics(plan: Plan, pos_q: Tensor, probability_2q: Tensor, maxima: Maxima) -> Tensor:
+def loss_statistics(plan: Plan, pos_q: Tensor, probability_2q: Tensor, maxima: Vectors) -> Tensor:
     """Return the values of `LossStatistics`, (5,), by one collective.
 
     Image i and text i are a pair for i < q. `pos_q` are their logits and `maxima` the largest

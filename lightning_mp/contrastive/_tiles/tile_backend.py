@@ -17,13 +17,14 @@ from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.row_dots import fused_row_dots
 
 __all__ = [
+    "Derivatives",
     "Logits",
-    "Maxima",
     "PairTerms",
     "Prepared",
     "RowsColumns",
     "StoredTiles",
     "TileBackend",
+    "Vectors",
     "row_dots",
 ]
 
@@ -39,18 +40,25 @@ class RowsColumns(NamedTuple):
     columns: bool
 
 
-class Maxima(NamedTuple):
-    """The largest negative logit of each row and column; -inf before the first sweep."""
+class Derivatives(NamedTuple):
+    """Derivatives of the rows and of the columns; `None` skips one and its unit of work."""
+
+    rows_bD: Tensor | None
+    columns_mD: Tensor | None
+
+
+class Vectors(NamedTuple):
+    """One number per row and one per column: log-sum-exps, or the largest negative logits."""
 
     rows_b: Tensor
     columns_m: Tensor
 
-    def block(self, rows: slice, columns: slice) -> "Maxima":
-        """Return views of the maxima of some rows and columns."""
-        return Maxima(self.rows_b[rows], self.columns_m[columns])
+    def block(self, rows: slice, columns: slice) -> "Vectors":
+        """Return views of the numbers of some rows and columns."""
+        return Vectors(self.rows_b[rows], self.columns_m[columns])
 
     def raise_to(self, row_n: Tensor, column_c: Tensor, unit: float) -> None:
-        """Raise the maxima in place to the given values times `unit`, if these are larger."""
+        """Raise maxima in place to the given values times `unit`, if these are larger."""
         for maxima, values in zip(self, (row_n, column_c), strict=True):
             # The product with `unit` would round again in fp32. `fmax` would drop a NaN, so that
             # a positive could exceed it.
@@ -290,34 +298,26 @@ class TileBackend(ABC):
     def lse_sweep(
         self,
         logits: Logits,
-        row_lse_b: Tensor,
-        column_lse_m: Tensor,
+        lses: Vectors,
         prepared: Prepared | None = None,
-        maxima: Maxima | None = None,
+        maxima: Vectors | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps of the negatives, in place; one unit of work.
 
-        `row_lse_b[i] <- log(exp(row_lse_b[i]) + sum_j exp(S_ij))` and
-        `column_lse_m[j] <- log(exp(column_lse_m[j]) + sum_i exp(S_ij))`, without the positives.
+        `rows_b[i] <- log(exp(rows_b[i]) + sum_j exp(S_ij))` and
+        `columns_m[j] <- log(exp(columns_m[j]) + sum_i exp(S_ij))`, without the positives.
         Tiles that fit are stored in `logits.stored`; `prepared` is the result of `prepare`.
         `maxima` are raised to the negatives' logits if given.
         """
 
     @abstractmethod
-    def grad_sweep(
-        self,
-        logits: Logits,
-        row_lse_b: Tensor,
-        column_lse_m: Tensor,
-        d_rows_bD: Tensor | None,
-        d_columns_mD: Tensor | None,
-    ) -> None:
+    def grad_sweep(self, logits: Logits, lses: Vectors, gradients: Derivatives) -> None:
         """Add one shard's negatives to the gradients, in place; three units of work.
 
-        With `P_ij = exp(S_ij - row_lse_b[i]) + exp(S_ij - column_lse_m[j])`, zero at positives:
-        `d_rows_bD += P @ columns_mD` and `d_columns_mD += P.T @ rows_bD`. Here the log-sum-exps
-        include the positives. `None` skips a gradient and its unit of work; the tiles that the
-        first sweep left in `logits.stored` save up to one more unit.
+        With `P_ij = exp(S_ij - lses.rows_b[i]) + exp(S_ij - lses.columns_m[j])`, zero at positives:
+        the gradient of rows `+= P @ columns_mD` and that of columns `+= P.T @ rows_bD`. Here the
+        log-sum-exps include the positives. The tiles that the first sweep left in `logits.stored`
+        save up to one unit.
         """
 
     @abstractmethod
@@ -326,16 +326,15 @@ class TileBackend(ABC):
         logits: Logits,
         bias: Tensor,
         totals_2: Tensor,
-        d_rows_bD: Tensor | None,
-        d_columns_mD: Tensor | None,
-        maxima: Maxima | None = None,
+        gradients: Derivatives,
+        maxima: Vectors | None = None,
     ) -> None:
         """Add one shard's negatives to the sigmoid loss and its gradients, in place.
 
         With `x_ij = S_ij + bias` and `P_ij = sigmoid(x_ij)`, zero at positives:
-        `totals_2 += [sum softplus(x_ij), sum P_ij]`, `d_rows_bD += P @ columns_mD` and
-        `d_columns_mD += P.T @ rows_bD`. One unit of work, and one for each gradient. `maxima`, if
-        given, are raised to `S`, without the bias. No tile is stored.
+        `totals_2 += [sum softplus(x_ij), sum P_ij]`, and gradients as in `grad_sweep`. One unit of
+        work, and one for each gradient. `maxima`, if given, are raised to `S`, without the bias.
+        No tile is stored.
         """
 
 

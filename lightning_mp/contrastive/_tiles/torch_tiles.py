@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._tiles.tile_backend import (
+    Derivatives,
     Logits,
-    Maxima,
     Prepared,
     StoredTiles,
     TileBackend,
+    Vectors,
 )
 from lightning_mp.contrastive._tiles.torch_tile import (
     HEADER,
@@ -64,17 +65,16 @@ class TorchTiles(TileBackend):
     def lse_sweep(
         self,
         logits: Logits,
-        row_lse_b: Tensor,
-        column_lse_m: Tensor,
+        lses: Vectors,
         prepared: Prepared | None = None,
-        maxima: Maxima | None = None,
+        maxima: Vectors | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         # Uninitialised memory may hold NaN.
-        for total, is_fresh in zip((row_lse_b, column_lse_m), logits.fresh, strict=True):
+        for total, is_fresh in zip(lses, logits.fresh, strict=True):
             if is_fresh:
                 total.fill_(-torch.inf)
-        dtype = row_lse_b.dtype
+        dtype = lses.rows_b.dtype
         for tile in self._tiles(logits):
             logits_rc = tile.logits()
             powers_rc = tile.spare_rc if tile.stored is None else tile.stored.values_rc
@@ -90,38 +90,30 @@ class TorchTiles(TileBackend):
             if tile.stored is not None:
                 tile.stored.store(sums.reference, logits_rc)
             for total, part in (
-                (row_lse_b[tile.rows], sums.rows_r),
-                (column_lse_m[tile.columns], sums.columns_c),
+                (lses.rows_b[tile.rows], sums.rows_r),
+                (lses.columns_m[tile.columns], sums.columns_c),
             ):
                 torch.logaddexp(total, part.div_(_LOG2_E), out=total)
 
-    def grad_sweep(
-        self,
-        logits: Logits,
-        row_lse_b: Tensor,
-        column_lse_m: Tensor,
-        d_rows_bD: Tensor | None,
-        d_columns_mD: Tensor | None,
-    ) -> None:
+    def grad_sweep(self, logits: Logits, lses: Vectors, gradients: Derivatives) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
-        row_b, column_m = row_lse_b * _LOG2_E, column_lse_m * _LOG2_E
+        row_b, column_m = (lse * _LOG2_E for lse in lses)
 
         def weights_of(tile: Tile) -> Tensor:
-            lses = row_b[tile.rows], column_m[tile.columns]
+            of_tile = row_b[tile.rows], column_m[tile.columns]
             if tile.thresholds is None:
-                return softmax(tile, *lses)
-            return thresholded_softmax(tile, tile.thresholds, *lses)
+                return softmax(tile, *of_tile)
+            return thresholded_softmax(tile, tile.thresholds, *of_tile)
 
-        self._multiply(logits, weights_of, d_rows_bD, d_columns_mD)
+        self._multiply(logits, weights_of, gradients)
 
     def sigmoid_sweep(
         self,
         logits: Logits,
         bias: Tensor,
         totals_2: Tensor,
-        d_rows_bD: Tensor | None,
-        d_columns_mD: Tensor | None,
-        maxima: Maxima | None = None,
+        gradients: Derivatives,
+        maxima: Vectors | None = None,
     ) -> None:
         """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
         log2_bias = bias * _LOG2_E
@@ -135,7 +127,7 @@ class TorchTiles(TileBackend):
             totals_2.add_(torch.stack([losses, weights_rc.sum()]).to(totals_2.dtype))
             return weights_rc
 
-        self._multiply(logits, weights_of, d_rows_bD, d_columns_mD)
+        self._multiply(logits, weights_of, gradients)
 
     def rounding(
         self, width: int, dtype: torch.dtype, *, of_guides: bool = False
@@ -235,21 +227,17 @@ class TorchTiles(TileBackend):
             )  # fmt: skip
 
     def _multiply(
-        self,
-        logits: Logits,
-        weights_of: Callable[[Tile], Tensor],
-        d_rows_bD: Tensor | None,
-        d_columns_mD: Tensor | None,
+        self, logits: Logits, weights_of: Callable[[Tile], Tensor], gradients: Derivatives
     ) -> None:
         """Add the negatives of all tiles to the gradients, for any loss.
 
         Args:
             logits: The logits.
             weights_of: Returns `B dL/dS` of a tile, 0 for masked pairs.
-            d_rows_bD: Output: `weights @ columns` is added; `None` skips the product.
-            d_columns_mD: Output: `weights.T @ rows` is added; likewise.
+            gradients: Outputs: `weights @ columns` and `weights.T @ rows` are added.
         """
-        for gradient, is_fresh in zip((d_rows_bD, d_columns_mD), logits.fresh, strict=True):
+        d_rows_bD, d_columns_mD = gradients
+        for gradient, is_fresh in zip(gradients, logits.fresh, strict=True):
             if gradient is not None and is_fresh:
                 gradient.zero_()
         for tile in self._tiles(logits):
@@ -262,7 +250,7 @@ class TorchTiles(TileBackend):
                 d_columns_mD[tile.columns].addmm_(weights_rc.T, rows_rD)
 
 
-def _raise_maxima(maxima: Maxima, tile: Tile, peaks: Peaks) -> None:
+def _raise_maxima(maxima: Vectors, tile: Tile, peaks: Peaks) -> None:
     """Raise the maxima of a tile's rows and columns to its peaks, given in powers of two."""
     maxima.block(tile.rows, tile.columns).raise_to(*peaks, 1 / _LOG2_E)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Logits, Vectors
 from lightning_mp.contrastive._tiles.triton_tiles import (
     lse_kernels,
     pair_kernels,
@@ -235,14 +235,14 @@ class Shard:
 
     def lse_sweep(self, tiles: Any) -> tuple[Tensor, Tensor]:
         """Return `start` with the shard added by a backend."""
-        row_lse, column_lse = (lse.clone() for lse in self.start)
-        tiles.lse_sweep(self.swept, row_lse, column_lse)
-        return row_lse, column_lse
+        lses = Vectors(*(lse.clone() for lse in self.start))
+        tiles.lse_sweep(self.swept, lses)
+        return lses
 
     def grad_sweep(self, tiles: Any) -> tuple[Tensor, Tensor]:
         """Return the gradients that a backend adds to zeros."""
-        gradients = torch.zeros(self.rows.shape), torch.zeros(self.columns.shape)
-        tiles.grad_sweep(self.swept, *self.lse, *gradients)
+        gradients = Derivatives(torch.zeros(self.rows.shape), torch.zeros(self.columns.shape))
+        tiles.grad_sweep(self.swept, Vectors(*self.lse), gradients)
         return gradients
 
     def lse_error(self, lses: tuple[Tensor, Tensor]) -> float:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive._tiles.tile_backend import Vectors
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
@@ -29,9 +30,9 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 @pytest.mark.parametrize(
     ("side", "lse", "message"),
     [
-        (0, torch.zeros(5), "`row_lse_n` of torch.float32, shape [5]"),
+        (0, torch.zeros(5), "log-sum-exps of rows of torch.float32, shape [5]"),
         (0, torch.zeros(5, 1, dtype=FP64), "shape [5, 1]"),
-        (1, torch.zeros(14, dtype=FP64)[::2], "`column_lse_m` of torch.float64"),
+        (1, torch.zeros(14, dtype=FP64)[::2], "log-sum-exps of columns of torch.float64"),
         (1, torch.zeros(1, dtype=FP64).expand(7), "strides (0,). It must be contig"),
     ],
 )
@@ -39,7 +40,7 @@ def test_log_sum_exps_with_another_layout_raise(side: int, lse: Tensor, message:
     lses = [torch.zeros(5, dtype=FP64), torch.zeros(7, dtype=FP64)]
     lses[side] = lse
     with pytest.raises(ValueError, match=re.escape(message)):
-        TritonTiles().lse_sweep(make_shard(5, 7, 64, BF16).swept, *lses)
+        TritonTiles().lse_sweep(make_shard(5, 7, 64, BF16).swept, Vectors(*lses))
 
 
 @pytest.mark.parametrize("dtype", [FP64, torch.int8])

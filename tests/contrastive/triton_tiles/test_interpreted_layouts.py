@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Vectors
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from lightning_mp.contrastive._tiles.triton_tiles.block import Weights
 from lightning_mp.contrastive._tiles.triton_tiles.configs import find_configs
@@ -94,7 +95,7 @@ def test_gradients_accumulate_into_any_layout(
 ) -> None:
     shard, tiles = make_shard(30, 70, 72, dtype), TritonTiles()
     gradients = relaid(torch.zeros(30, 72)), relaid(torch.zeros(70, 72))
-    tiles.grad_sweep(shard.swept, *shard.lse, *gradients)
+    tiles.grad_sweep(shard.swept, Vectors(*shard.lse), Derivatives(*gradients))
     assert shard.grad_error(gradients) < GRADIENT_ERROR[dtype]
 
 
@@ -134,7 +135,7 @@ def test_softmax_beyond_2_to_the_31_values_is_written_correctly(
     shard = make_shard(3, 64, 64, FP16)
     softmax = far_apart(torch.full((3, 64), torch.nan, dtype=FP16))
     configs = [find_configs(kernel, arch, FP16, 64)[0] for kernel in ("softmax", "softmax_wide")]
-    factors = SoftmaxFactors.of(*shard.lse, shard.scale, 0)
+    factors = SoftmaxFactors.of(Vectors(*shard.lse), shard.scale, 0)
     (block,) = KernelLogits.of(shard.swept, "auto").blocks((3, 64))
     write_softmax(block, factors.log2_scale, factors, Weights(softmax, None, 0), configs)
     torch.testing.assert_close(softmax.double(), shard.softmax, rtol=6e-4, atol=2**-25)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive._tiles.tile_backend import RowsColumns
+from lightning_mp.contrastive._tiles.tile_backend import RowsColumns, Vectors
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.contrastive._tiles.triton_tiles import pair_kernels
 from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import SoftmaxFactors
@@ -145,7 +145,7 @@ def test_finish_equals_the_torch_backend(
 
 def test_factors_are_powers_of_the_distance_to_the_first_row() -> None:
     row, column = (40 + 5 * torch.randn(size, dtype=torch.float64) for size in (130, 300))
-    made = SoftmaxFactors.of(row, column, torch.tensor(7.0), 14)
+    made = SoftmaxFactors.of(Vectors(row, column), torch.tensor(7.0), 14)
     rows, columns = row * LOG2_E, column * LOG2_E
     power, gain, factor = made.rows_3n.double()
     torch.testing.assert_close(power - gain.log2(), rows - 14, rtol=0, atol=EPS_32)

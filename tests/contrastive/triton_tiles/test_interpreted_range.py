@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive._tiles.tile_backend import Prepared, TileBackend
+from lightning_mp.contrastive._tiles.tile_backend import Prepared, TileBackend, Vectors
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, lse_kernels, softmax_kernels
 from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
@@ -182,7 +182,7 @@ def test_mixed_plain_and_recomputed_tiles_equal_float64(
 
 
 def _is_wide(shard: Shard) -> bool:
-    return bool(SoftmaxFactors.of(*shard.lse, shard.scale, 0).is_wide)
+    return bool(SoftmaxFactors.of(Vectors(*shard.lse), shard.scale, 0).is_wide)
 
 
 @MODES

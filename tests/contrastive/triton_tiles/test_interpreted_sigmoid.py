@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_mp import SigmoidContrastiveLoss
-from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Logits
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.test_sigmoid import expected, leaves, sizes_of_terms
 from tests.reference.contrastive import relative_error
@@ -50,7 +50,8 @@ def test_sweep_in_blocks_equals_float64(workspace_bytes: int, diagonal: int | No
     scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (1.5, -2.0))
     own = slice(20, 160)
     swept = Logits(rows, columns, scale, diagonal, own)
-    TritonTiles(workspace_bytes).sigmoid_sweep(swept, bias, totals, d_rows, d_columns)
+    gradients = Derivatives(d_rows, d_columns)
+    TritonTiles(workspace_bytes).sigmoid_sweep(swept, bias, totals, gradients)
     logits = 1.5 * rows.double() @ columns.double().T - 2
     if diagonal is not None:
         index = torch.arange(20, 160)

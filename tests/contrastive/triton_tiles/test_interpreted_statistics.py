@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive._tiles.tile_backend import Logits, Maxima
+from lightning_mp.contrastive._tiles.tile_backend import Logits, Vectors
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.test_candidates import data
 from tests.contrastive.test_statistics import BIAS, LOSSES, check
@@ -34,13 +34,13 @@ def test_maxima_of_plain_and_recomputed_tiles(scale: float, workspace_bytes: int
     rows, columns = (normalize(torch.randn(count, 40), dim=1) for count in (150, 270))
     logits = scale * rows.double() @ columns.double().T
     logits.diagonal(3).fill_(-torch.inf)
-    start = Maxima(
+    start = Vectors(
         torch.full((150,), -torch.inf).double(), torch.full((270,), 0.5 * scale).double()
     )
-    maxima = Maxima(*(x.clone() for x in start))
-    lses = [torch.full_like(x, -torch.inf) for x in start]
+    maxima = Vectors(*(x.clone() for x in start))
+    lses = Vectors(*(torch.full_like(x, -torch.inf) for x in start))
     tiles = TritonTiles(workspace_bytes)
-    tiles.lse_sweep(Logits(rows, columns, torch.tensor(scale), 3), *lses, maxima=maxima)
+    tiles.lse_sweep(Logits(rows, columns, torch.tensor(scale), 3), lses, maxima=maxima)
     relative, absolute = tiles.rounding(40, torch.float32)
     for found, begun, dim in zip(maxima, start, (1, 0), strict=True):
         expected = torch.maximum(begun, logits.amax(dim))

@@ -17,7 +17,7 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._operator import loss_of
 from lightning_mp.contrastive._tiles.masks import Ids
-from lightning_mp.contrastive._tiles.tile_backend import Logits, Maxima, StoredTiles
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Logits, StoredTiles, Vectors
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
@@ -91,12 +91,12 @@ def test_shards_share_the_memory_and_stored_rows_are_read(seen: str, arch: int) 
     swept = [_with(shard.swept, seen, rows) for shard in shards]
     stored = StoredTiles(memory)
     for shard, logits in zip(shards, swept, strict=True):
-        row_lse, column_lse = (lse.clone() for lse in shard.start)
+        lses = Vectors(*(lse.clone() for lse in shard.start))
         lows = (torch.full_like(lse, -torch.inf) for lse in shard.start)
-        maxima = Maxima(*lows) if seen == "maxima" else None
-        tiles.lse_sweep(logits._replace(stored=stored), row_lse, column_lse, maxima=maxima)
+        maxima = Vectors(*lows) if seen == "maxima" else None
+        tiles.lse_sweep(logits._replace(stored=stored), lses, maxima=maxima)
         shard.positives = _masked(logits)
-        assert shard.lse_error((row_lse, column_lse)) < LSE_ERROR
+        assert shard.lse_error(lses) < LSE_ERROR
     used = b * 80 + 128 * 144
     assert memory[:used].isfinite().all()
     assert memory[used:].isnan().all()
@@ -105,8 +105,8 @@ def test_shards_share_the_memory_and_stored_rows_are_read(seen: str, arch: int) 
             memory[:] = torch.nan
         stored = StoredTiles(memory)
         for shard, logits, read in zip(shards, swept, (b, 128), strict=True):
-            gradients = torch.zeros(b, 40), torch.zeros(shard.columns.shape)
-            tiles.grad_sweep(logits._replace(stored=stored), *shard.lse, *gradients)
+            gradients = Derivatives(torch.zeros(b, 40), torch.zeros(shard.columns.shape))
+            tiles.grad_sweep(logits._replace(stored=stored), Vectors(*shard.lse), gradients)
             if spoilt:
                 assert gradients[0].isnan().any(1).tolist() == [True] * read + [False] * (b - read)
             else:
@@ -135,10 +135,11 @@ def test_stored_products_with_distant_log_sum_exps_equal_recomputed_ones() -> No
     shard, tiles = make_shard(65, 63, 24, FP32), TritonTiles()
     shard.lse = shard.lse[0] + 40.0, shard.lse[1] - torch.linspace(0, 60, 63).double()
     stored = torch.empty(65 * 64)
-    lses = [lse.clone() for lse in shard.start]
-    tiles.lse_sweep(shard.swept._replace(stored=StoredTiles(stored)), *lses)
-    gradients = torch.zeros(65, 24), torch.zeros(63, 24)
-    tiles.grad_sweep(shard.swept._replace(stored=StoredTiles(stored)), *shard.lse, *gradients)
+    lses = Vectors(*(lse.clone() for lse in shard.start))
+    tiles.lse_sweep(shard.swept._replace(stored=StoredTiles(stored)), lses)
+    gradients = Derivatives(torch.zeros(65, 24), torch.zeros(63, 24))
+    swept = shard.swept._replace(stored=StoredTiles(stored))
+    tiles.grad_sweep(swept, Vectors(*shard.lse), gradients)
     assert shard.grad_error(gradients) < GRADIENT_ERROR[FP32]
 
 

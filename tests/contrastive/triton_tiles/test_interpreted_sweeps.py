@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive._tiles.tile_backend import Logits, RowsColumns
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Logits, RowsColumns, Vectors
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
@@ -81,7 +81,7 @@ def test_grad_sweep_accumulates_and_none_skips_a_gradient(dtype: torch.dtype) ->
     both = [x.clone() for x in start]
     only_rows, only_columns = (x.clone() for x in start)
     for gradients in (both, (only_rows, None), (None, only_columns), (None, None)):
-        tiles.grad_sweep(shard.swept, *shard.lse, *gradients)
+        tiles.grad_sweep(shard.swept, Vectors(*shard.lse), Derivatives(*gradients))
     for total, before, added in zip(both, start, shard.grad_sweep(tiles), strict=True):
         # Three products are added to values of up to 5; fp32 values near 5 are 4.8e-7 apart.
         torch.testing.assert_close(total, before + added, rtol=0, atol=2e-6)
@@ -106,8 +106,8 @@ def test_lse_sweep_overwrites_fresh_outputs(
             start.fill_(torch.nan)
     # Three blocks of rows: without positives in this shard, with positives, without positives.
     logits = shard.swept._replace(positive_rows=slice(20, 60))
-    tiles.lse_sweep(logits, *expected)
-    tiles.lse_sweep(logits._replace(fresh=fresh), *starts)
+    tiles.lse_sweep(logits, Vectors(*expected))
+    tiles.lse_sweep(logits._replace(fresh=fresh), Vectors(*starts))
     assert all(map(torch.equal, starts, expected))
 
 
@@ -146,7 +146,7 @@ def test_one_pair_has_no_negatives(dtype: torch.dtype, arch: int) -> None:
     nothing, something = torch.tensor([-torch.inf]).double(), torch.randn(1).double()
     for start in (nothing, something):
         row_lse, column_lse = start.clone(), start.clone()
-        tiles.lse_sweep(shard.swept, row_lse, column_lse)
+        tiles.lse_sweep(shard.swept, Vectors(row_lse, column_lse))
         torch.testing.assert_close(row_lse, start, rtol=1e-15, atol=0)
         torch.testing.assert_close(column_lse, start, rtol=1e-15, atol=0)
     for gradient in shard.grad_sweep(tiles):
@@ -202,7 +202,7 @@ def test_sweeps_over_ring_shards_equal_one_sweep_and_float64(dtype: torch.dtype)
             other = (rank - step) % len(sizes)
             part = torch.full((sizes[other],), -torch.inf).double()
             logits = Logits(images[rank], texts[other], scale, 0 if rank == other else None)
-            tiles.lse_sweep(logits, row_neg[rank], part)
+            tiles.lse_sweep(logits, Vectors(row_neg[rank], part))
             column_neg[other] = torch.logaddexp(column_neg[other], part)
     whole.start = tuple(torch.full((sum(sizes),), -torch.inf).double() for _ in range(2))
     for parts, at_once, dim in zip(
@@ -220,8 +220,8 @@ def test_sweeps_over_ring_shards_equal_one_sweep_and_float64(dtype: torch.dtype)
     for rank in ranks:
         for other in ranks:
             logits = Logits(images[rank], texts[other], scale, 0 if rank == other else None)
-            lses = row_lse[rank], column_lse[other]
-            tiles.grad_sweep(logits, *lses, d_images[rank], d_texts[other])
+            lses = Vectors(row_lse[rank], column_lse[other])
+            tiles.grad_sweep(logits, lses, Derivatives(d_images[rank], d_texts[other]))
     limit = GRADIENT_ERROR[dtype]
     assert gradient_error(torch.cat(d_images), whole.softmax, whole.columns) < limit
     assert gradient_error(torch.cat(d_texts), whole.softmax.T, whole.rows) < limit

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._tiles.masks import Ids, Thresholds
-from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Logits, Vectors
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
@@ -93,9 +93,9 @@ def test_log_sum_exps_exclude_masked_pairs(
     dtype: torch.dtype, scale: float, guides: Guides
 ) -> None:
     case = Thresholded(dtype, scale, guides)
-    shard, lses = case.shard, [lse.clone() for lse in case.shard.start]
+    shard, lses = case.shard, Vectors(*(lse.clone() for lse in case.shard.start))
     tiles = TritonTiles(workspace_bytes=2**19, arch=ARCH.get(guides, 80))
-    tiles.lse_sweep(case.swept, *lses)
+    tiles.lse_sweep(case.swept, lses)
     for dim, kept in ((1, case.kept_by_row), (0, case.kept_by_column)):
         start = shard.start[1 - dim]
         right = torch.logaddexp(start, shard.negatives.where(kept, -torch.inf).logsumexp(dim))
@@ -115,9 +115,9 @@ def test_gradients_exclude_masked_pairs(dtype: torch.dtype, scale: float, guides
     row_lse, column_lse = (
         x.logsumexp(dim).nan_to_num(neginf=0.0) + 0.5 for x, dim in zip(kept, (1, 0), strict=True)
     )
-    gradients = torch.zeros(shard.rows.shape), torch.zeros(shard.columns.shape)
+    gradients = Derivatives(torch.zeros(shard.rows.shape), torch.zeros(shard.columns.shape))
     tiles = TritonTiles(workspace_bytes=2**19, arch=ARCH.get(guides, 80))
-    tiles.grad_sweep(case.swept, row_lse, column_lse, *gradients)
+    tiles.grad_sweep(case.swept, Vectors(row_lse, column_lse), gradients)
     softmax = (kept[0] - row_lse[:, None]).exp() + (kept[1] - column_lse).exp()
     # Logits of `scale` are rounded three times to fp32, the relative error of their exponentials.
     bound = GRADIENT_ERROR[dtype] + abs(scale) * 3 * 2.0**-24

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightning_mp.contrastive._tiles.masks import Ids, Thresholds
-from lightning_mp.contrastive._tiles.tile_backend import RowsColumns
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, RowsColumns
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import NO_DIAGONAL
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Operand, Precision, padded
@@ -125,15 +125,13 @@ class Weights:
             "weights_stride": self.high_nc.stride(0),
         }
 
-    def add_products(
-        self, block: Block, d_rows_bD: Tensor | None, d_columns_mD: Tensor | None
-    ) -> None:
+    def add_products(self, block: Block, gradients: Derivatives) -> None:
         """Add `weights @ columns` and `weights.T @ rows` to the gradients that are not `None`."""
         # The product applies the factor, which saves a pass over the gradients.
         factor = 2.0**-self.exponent
         for total, place, operand, is_fresh, is_turned in (
-            (d_rows_bD, block.rows, block.column_operand, block.fresh.rows, False),
-            (d_columns_mD, block.columns, block.row_operand, block.fresh.columns, True),
+            (gradients.rows_bD, block.rows, block.column_operand, block.fresh.rows, False),
+            (gradients.columns_mD, block.columns, block.row_operand, block.fresh.columns, True),
         ):
             if total is None:
                 continue

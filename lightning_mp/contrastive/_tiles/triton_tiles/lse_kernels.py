@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Maxima
+from lightning_mp.contrastive._tiles.tile_backend import Vectors
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
@@ -315,10 +315,9 @@ def add_lse(
     block: Block,
     log2_scale: Tensor,
     reference: Tensor,
-    row_lse_n: Tensor,
-    column_lse_m: Tensor,
+    lses: Vectors,
     config: TileConfig,
-    maxima: Maxima | None = None,
+    maxima: Vectors | None = None,
 ) -> None:
     """Add one block to natural log-sum-exps of its negatives, in place, and store its products.
 
@@ -330,12 +329,12 @@ def add_lse(
     """
     n, m = block.shape
     # Kernels assume contiguous float64 vectors, and would silently misread others.
-    for name, lse, length in (("row_lse_n", row_lse_n, n), ("column_lse_m", column_lse_m, m)):
+    for name, lse, length in zip(("rows", "columns"), lses, block.shape, strict=True):
         if lse.dtype != torch.float64 or lse.shape != (length,) or not lse.is_contiguous():
             raise ValueError(
-                f"Passed `{name}` of {lse.dtype}, shape {list(lse.shape)} and strides "
-                f"{lse.stride()}. It must be contiguous, of float64 and of shape [{length}]. Pass "
-                "a slice of a contiguous vector."
+                f"Passed the log-sum-exps of {name} of {lse.dtype}, shape {list(lse.shape)} and "
+                f"strides {lse.stride()}. It must be contiguous, of float64 and of shape "
+                f"[{length}]. Pass a slice of a contiguous vector."
             )
     row_tiles, column_tiles = config.tiles(n, m)
     sums = [
@@ -350,7 +349,7 @@ def add_lse(
         row_maxima=peaks[0], column_maxima=peaks[1],
     )  # fmt: skip
     merge_kernel[(triton.cdiv(n, _MERGE_BLOCK) + triton.cdiv(m, _MERGE_BLOCK),)](
-        *sums, is_redone, reference, row_lse_n, column_lse_m, *peaks, *(maxima or (None, None)),
+        *sums, is_redone, reference, *lses, *peaks, *(maxima or (None, None)),
         n, m, *map(int, block.fresh), TILE_M=config.tile[0], TILE_N=config.tile[1],
         BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, enable_fp_fusion=True,
         # By default, the compiler aims at 64 registers and spills 8 bytes on sm_80, 86 and 89.

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Maxima
+from lightning_mp.contrastive._tiles.tile_backend import Vectors
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Weights
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
@@ -121,7 +121,7 @@ def add_sigmoid(
     totals_2: Tensor,
     weights: Weights,
     config: TileConfig,
-    maxima: Maxima | None = None,
+    maxima: Vectors | None = None,
 ) -> None:
     """Write the sigmoids of one block, and add its `softplus` and sigmoids to `totals_2`.
 

@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_mp.contrastive._tiles.tile_backend import Vectors
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Weights
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
@@ -146,28 +147,22 @@ class SoftmaxFactors:
 
     @classmethod
     def of(
-        cls,
-        row_lse_b: Tensor,
-        column_lse_m: Tensor,
-        scale: Tensor,
-        exponent: int,
-        *,
-        always_wide: bool = False,
+        cls, lses: Vectors, scale: Tensor, exponent: int, *, always_wide: bool = False
     ) -> "SoftmaxFactors":
         """Compute the vectors from natural log-sum-exps in float64, including positives.
 
         `exponent` is `s`; `always_wide` selects the variant with two exponentials without a check.
         No value leaves the device.
         """
-        b, m = len(row_lse_b), len(column_lse_m)
+        b, m = map(len, lses)
         rows_3n, columns_3m = (
-            row_lse_b.new_empty(3, -(-n // _ALIGNMENT) * _ALIGNMENT, dtype=torch.float32)[:, :n]
+            lses.rows_b.new_empty(3, -(-n // _ALIGNMENT) * _ALIGNMENT, dtype=torch.float32)[:, :n]
             for n in (b, m)
         )
-        is_wide = row_lse_b.new_empty(1, dtype=torch.int32)
-        log2_scale = row_lse_b.new_empty(2, dtype=torch.float32)
+        is_wide = lses.rows_b.new_empty(1, dtype=torch.int32)
+        log2_scale = lses.rows_b.new_empty(2, dtype=torch.float32)
         factors_kernel[(triton.cdiv(max(b, m), _BLOCK),)](
-            row_lse_b, column_lse_m, scale, *rows_3n, *columns_3m, is_wide, log2_scale,
+            *lses, scale, *rows_3n, *columns_3m, is_wide, log2_scale,
             None if always_wide else make_peaks(is_wide), b, m, EXPONENT=exponent, BLOCK=_BLOCK,
             num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip

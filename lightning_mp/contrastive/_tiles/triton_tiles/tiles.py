@@ -15,11 +15,12 @@ from torch import Tensor
 
 from lightning_mp.contrastive._tiles.literals import TileDtype
 from lightning_mp.contrastive._tiles.tile_backend import (
+    Derivatives,
     Logits,
-    Maxima,
     Prepared,
     StoredTiles,
     TileBackend,
+    Vectors,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Weights, Workspace
 from lightning_mp.contrastive._tiles.triton_tiles.choices import cached_choice
@@ -104,10 +105,9 @@ class TritonTiles(TileBackend):
     def lse_sweep(
         self,
         logits: Logits,
-        row_lse_b: Tensor,
-        column_lse_m: Tensor,
+        lses: Vectors,
         prepared: Prepared | None = None,
-        maxima: Maxima | None = None,
+        maxima: Vectors | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         kernel_logits = KernelLogits.of(logits, self.tile_dtype)
@@ -119,12 +119,11 @@ class TritonTiles(TileBackend):
             log2_scale = kernel_logits.log2_scale()
 
         def try_out(block: Block, config: TileConfig) -> None:
-            row_n, column_c = row_lse_b[block.rows], column_lse_m[block.columns]
             # Trial runs must not change the sums.
-            row_n, column_c = torch.empty_like(row_n), torch.empty_like(column_c)
-            add_lse(block, log2_scale, reference, row_n, column_c, config)
+            copies = map(torch.empty_like, lses.block(block.rows, block.columns))
+            add_lse(block, log2_scale, reference, Vectors(*copies), config)
 
-        with launching_on(row_lse_b.device):
+        with launching_on(logits.rows_bD.device):
             if len(kernel_logits.stored_rm) > 0:
                 config = self._stored_configs(kernel_logits)[0]
             elif logits.thresholds is None:
@@ -132,7 +131,7 @@ class TritonTiles(TileBackend):
                 is_bare = maxima is None and logits.ids is None
                 config = self._choose("lse", kernel_logits, try_out if is_bare else None)
             else:
-                arch, width = self._arch(row_lse_b.device), logits.rows_bD.shape[1]
+                arch, width = self._arch(logits.rows_bD.device), logits.rows_bD.shape[1]
                 config = find_threshold_config(
                     arch,
                     kernel_logits.precision.operand,
@@ -144,19 +143,11 @@ class TritonTiles(TileBackend):
             bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
             for block in kernel_logits.blocks(self._block(kernel_logits, bytes_per_value)):
                 add_lse(
-                    block, log2_scale, reference, row_lse_b[block.rows],
-                    column_lse_m[block.columns], config,
+                    block, log2_scale, reference, lses.block(block.rows, block.columns), config,
                     None if maxima is None else maxima.block(block.rows, block.columns),
                 )  # fmt: skip
 
-    def grad_sweep(
-        self,
-        logits: Logits,
-        row_lse_b: Tensor,
-        column_lse_m: Tensor,
-        d_rows_bD: Tensor | None,
-        d_columns_mD: Tensor | None,
-    ) -> None:
+    def grad_sweep(self, logits: Logits, lses: Vectors, gradients: Derivatives) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         kernel_logits = KernelLogits.of(logits, self.tile_dtype)
 
@@ -165,7 +156,8 @@ class TritonTiles(TileBackend):
             write_softmax(block, log2_scale, factors, weights, configs)
             return weights
 
-        with launching_on(row_lse_b.device):
+        device = logits.rows_bD.device
+        with launching_on(device):
             # With thresholds, a column may include a logit above all that its row includes, so one
             # power per element is not accurate for both.
             products = (
@@ -173,8 +165,7 @@ class TritonTiles(TileBackend):
             ) * logits.columns_mD.numel()
             is_wide = logits.thresholds is not None or products <= _HOST_BOUND
             factors = SoftmaxFactors.of(
-                row_lse_b, column_lse_m, logits.scale, kernel_logits.precision.softmax_exponent,
-                always_wide=is_wide,
+                lses, logits.scale, kernel_logits.precision.softmax_exponent, always_wide=is_wide
             )  # fmt: skip
             log2_scale = (
                 kernel_logits.log2_scale()
@@ -183,7 +174,7 @@ class TritonTiles(TileBackend):
             )
             shape = self._softmax_block(kernel_logits)
             # Shared by all blocks, which the stream processes one after the other.
-            workspace = Workspace(shape, kernel_logits.precision, row_lse_b.device)
+            workspace = Workspace(shape, kernel_logits.precision, device)
             configs = [] if is_wide else [self._choose("softmax", kernel_logits, write, shape)]
             configs.append(self._choose("softmax_wide", kernel_logits))
             of_stored = (
@@ -191,16 +182,15 @@ class TritonTiles(TileBackend):
             )
             for block in kernel_logits.blocks(shape):
                 weights = write(block, *(configs if block.stored_nc is None else of_stored))
-                weights.add_products(block, d_rows_bD, d_columns_mD)
+                weights.add_products(block, gradients)
 
     def sigmoid_sweep(
         self,
         logits: Logits,
         bias: Tensor,
         totals_2: Tensor,
-        d_rows_bD: Tensor | None,
-        d_columns_mD: Tensor | None,
-        maxima: Maxima | None = None,
+        gradients: Derivatives,
+        maxima: Vectors | None = None,
     ) -> None:
         """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
         kernel_logits = KernelLogits.of(logits, self.tile_dtype)
@@ -218,7 +208,7 @@ class TritonTiles(TileBackend):
                     block, log2_scale, log2_bias, totals_2, weights, config,
                     None if maxima is None else maxima.block(block.rows, block.columns),
                 )  # fmt: skip
-                weights.add_products(block, d_rows_bD, d_columns_mD)
+                weights.add_products(block, gradients)
 
     def rounding(
         self, width: int, dtype: torch.dtype, *, of_guides: bool = False
