@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive import _operator
-from lightning_mp.contrastive._call.request import tiles_for
-from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 
 # Some scales and features here are meant to be extreme.
 pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise features)")
@@ -126,9 +124,17 @@ def test_compiled_loss_ignores_autocast(dtype: torch.dtype) -> None:
 
 
 def test_auto_selects_torch_tiles_on_a_cpu() -> None:
-    for dtype in (torch.bfloat16, torch.float64):
-        for backend in ("auto", "torch"):
-            assert tiles_for(CPU, dtype, backend, workspace_bytes=2**21) == TorchTiles(2**21)
+    # Smaller tiles than those of the default workspace sum in another order.
+    for dtype in (torch.float32, torch.float64):
+        image, text, scale, _ = leaves(700, 24, dtype)
+        auto, explicit, default = (
+            torch.autograd.grad(
+                ContrastiveLoss(backend=backend, workspace_bytes=size)(image, text, scale), text
+            )[0]
+            for backend, size in (("auto", 2**20), ("torch", 2**20), ("torch", None))
+        )
+        assert torch.equal(auto, explicit)
+        assert not torch.equal(auto, default)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Roles of arguments, concatenation of outputs, and the errors for both."""
 
+import re
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.gradient_cache._served.arguments import Arguments, open_tree, rows_of
-from lightning_mp.gradient_cache._served.roles import DeclaredRoles, is_named
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 
@@ -53,50 +53,57 @@ Pair = namedtuple("Pair", ["x", "y"])
 
 
 @pytest.mark.parametrize(
-    "value",
+    "make",
     [
-        (1, [2, {"x": 3}]),
-        Pair(1, 2),
-        OrderedDict(x=1, y=[2]),
-        defaultdict(list, {"x": 1}),
-        Frozen(1, Frozen(2)),
-        Computed([1]),
-        ADict(x=1, y=(2,)),
-        AList([1, 2]),
-        ATuple((1, 2)),
-        Encoding({"x": 1, "y": {"z": 2}}, "kept"),
+        lambda x: (x, [x, {"x": x}]),
+        lambda x: Pair(x, x),
+        lambda x: OrderedDict(x=x, y=[x]),
+        lambda x: defaultdict(list, {"x": x}),
+        lambda x: Frozen(x, Frozen(x)),
+        lambda x: Computed([x]),
+        lambda x: ADict(x=x, y=(x,)),
+        lambda x: AList([x, x]),
+        lambda x: ATuple((x, x)),
+        lambda x: Encoding({"x": x, "y": {"z": x}}, "kept"),
     ],
 )
-def test_rebuild_changes_leaves_and_keeps_containers(value: Any) -> None:
-    before = repr(value)
-    structure = open_tree(value)
-    same = structure.rebuild([leaf.value for leaf in structure.leaves])
-    assert same == value
-    assert type(same) is type(value)
-    other = structure.rebuild(["other"] * len(structure.leaves))
-    assert {leaf.value for leaf in open_tree(other).leaves} == {"other"}
-    assert repr(value) == before
+def test_micro_batches_get_containers_of_the_same_types(make: Callable[[list[str]], Any]) -> None:
+    value, seen = make(list("abcd")), []
+
+    def tower(value: Any, x: Tensor) -> Tensor:
+        seen.append(value)
+        return x
+
+    GradientCache(micro_batch_size=3).call(tower, value, torch.ones(4, 2))
+    assert seen == [make(list("abc")), make(["d"])]
+    assert {type(each) for each in seen} == {type(value)}
+    assert value == make(list("abcd"))
     if isinstance(value, Encoding):
-        assert other.note == "kept"
+        assert [each.note for each in seen] == ["kept", "kept"]
 
 
-def test_leaves_have_dotted_paths() -> None:
-    value = {"batch": Encoding({"pixels": 1}), "images": [2, 3], "out": Frozen(4)}
-    paths = [leaf.path for leaf in open_tree(value).leaves]
-    assert paths == ["batch.pixels", "images[0]", "images[1]", "out.x", "out.y"]
-    for name in ("batch", "pixels", "batch.pixels"):
-        assert is_named("batch.pixels", [name])
-    assert is_named("images[1]", ["images"])
-    assert is_named("images[1]", ["images[1]"])
-    assert not is_named("images[1]", ["images[0]", "image"])
+class Takes(nn.Module):
+    """A tower with one output per row of a batch of eight."""
+
+    def __init__(self, **buffers: Tensor) -> None:
+        super().__init__()
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, a: Any, b: Any = None, c: Any = None) -> Tensor:
+        return torch.ones(8, 2)
 
 
-def roles(*args: Any, declared: Any = None, **settings: Any) -> tuple[int, dict[str, bool]]:
-    def tower(a: Any, b: Any = None, c: Any = None) -> None: ...
-
-    arguments = Arguments(tower, args, {}, declared=DeclaredRoles(declared), **settings)
-    is_cut = [role.has_rows for role in arguments.roles]
-    return arguments.batch_size, dict(zip(arguments.paths, is_cut, strict=True))
+def roles(
+    *args: Any, declared: Any = None, batch: Any = None, tower: Takes | None = None
+) -> dict[str, bool]:
+    """Return for each argument whether the cache splits it, in a step with a batch."""
+    model = nn.Module()
+    model.tower = tower or Takes()
+    cache = GradientCache(micro_batch_size=8, roles=declared)
+    with cache.serving(model, ["tower"], batch):
+        model.tower(*args)
+    return {path: role != "whole" for path, role in cache.roles["tower"]["arguments"].items()}
 
 
 ROWS, PROMPT = torch.ones(8, 3), torch.ones(4, 3)
@@ -107,7 +114,7 @@ STRINGS = list("abcdefgh")
     ("args", "settings", "expected"),
     [
         ((ROWS, torch.ones(3, 3)), {}, {"a": True, "b": False}),
-        ((PROMPT, ROWS), {"expected": 8}, {"a": False, "b": True}),
+        ((PROMPT, ROWS), {"batch": ROWS}, {"a": False, "b": True}),
         ((PROMPT, ROWS), {"declared": {"a": "whole"}}, {"a": False, "b": True}),
         ((PROMPT, ROWS), {"declared": {"b": "rows"}}, {"a": False, "b": True}),
         ((nn.Parameter(PROMPT), ROWS), {}, {"a": False, "b": True}),
@@ -117,7 +124,7 @@ STRINGS = list("abcdefgh")
         ((tuple(STRINGS), "flag"), {}, {"a": True, "b": False}),
         ((ROWS, [ROWS, ROWS]), {}, {"a": True, "b[0]": True, "b[1]": True}),
         ((ROWS, [torch.ones(3, n + 1) for n in range(8)]), {}, {"a": True, "b": True}),
-        (([torch.ones(3, n + 1) for n in range(8)],), {"expected": 8}, {"a": True}),
+        (([torch.ones(3, n + 1) for n in range(8)],), {"batch": ROWS}, {"a": True}),
         (([torch.ones(3, n + 1) for n in range(8)],), {"declared": {"a": "rows"}}, {"a": True}),
         ((ROWS, [{"boxes": torch.ones(n, 4)} for n in range(8)]), {}, {"a": True, "b": True}),
         ((np.ones((8, 3)), np.ones(3)), {}, {"a": True, "b": False}),
@@ -129,12 +136,31 @@ STRINGS = list("abcdefgh")
     ],
 )
 def test_roles_of_arguments(args: Any, settings: Any, expected: dict[str, bool]) -> None:
-    assert roles(*args, **settings) == (8, expected)
+    assert roles(*args, **settings) == expected
 
 
 def test_buffer_of_the_tower_with_as_many_rows_as_the_batch_is_whole() -> None:
-    mask = torch.ones(8, 8)
-    assert roles(ROWS, mask, constants=[mask]) == (8, {"a": True, "b": False})
+    tower = Takes(mask=torch.ones(8, 8))
+    assert roles(ROWS, tower.mask, tower=tower) == {"a": True, "b": False}
+
+
+def test_arguments_have_dotted_paths_and_are_declared_by_any_part_of_them() -> None:
+    value = {"batch": Encoding({"pixels": ROWS}), "images": [ROWS, ROWS], "out": Frozen(ROWS)}
+    paths = ["a.batch.pixels", "a.images[0]", "a.images[1]", "a.out.x"]
+    everything = dict.fromkeys(paths, True) | {"a.out.y": False}
+    assert roles(value) == everything
+    for name, matched in {
+        "batch": paths[:1],
+        "pixels": paths[:1],
+        "a.batch.pixels": paths[:1],
+        "images": paths[1:3],
+        "a.images[1]": paths[2:3],
+    }.items():
+        found = roles(value, declared={name: "whole"})
+        assert found == everything | dict.fromkeys(matched, False)
+    for name in ("a.images[2]", "image"):
+        with pytest.raises(ValueError, match=re.escape(f"is named {name!r}")):
+            roles(value, declared={name: "whole"})
 
 
 def test_vector_of_batch_length_raises_and_names_both_roles() -> None:
@@ -147,11 +173,13 @@ def test_declared_rows_of_another_length_raise() -> None:
         roles(ROWS, PROMPT, declared={"a": "rows", "b": "rows"})
 
 
-def test_rows_of_a_batch_are_the_most_frequent_length() -> None:
-    assert rows_of([ROWS, torch.ones(8, 2), torch.ones(3)]) == 8
-    assert rows_of({"text": STRINGS, "n": 3}) == 8
-    assert rows_of([STRINGS, ROWS]) == 8
-    assert rows_of(None) is None
+@pytest.mark.parametrize(
+    "batch",
+    [[ROWS, torch.ones(8, 2), torch.ones(3)], {"text": STRINGS, "n": 3}, [STRINGS, ROWS]],
+    ids=["tensors", "strings", "both"],
+)
+def test_rows_of_a_batch_are_the_most_frequent_length(batch: Any) -> None:
+    assert roles(PROMPT, ROWS, batch=batch) == {"a": False, "b": True}
 
 
 class Prompted(nn.Module):

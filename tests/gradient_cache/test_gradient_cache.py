@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.gradient_cache._served.micro_batches import MicroBatches
-from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 CPU = torch.device("cpu")
@@ -206,19 +204,15 @@ def test_micro_batches_from_the_host_are_copied_completely(prefetch: int, pinned
     batch = torch.randint(0, 255, (1003, 3, 64, 64), dtype=torch.uint8)
     batch = batch.pin_memory() if pinned else batch
     device = torch.device("cuda", torch.cuda.current_device())
-    batches = MicroBatches(
-        [batch, "flag"],
-        [ROWS, WHOLE],
-        batch_size=len(batch),
-        device=device,
-        prefetch=prefetch,
-    )
-    parts = []
-    for rows, (part, flag) in batches:
-        assert (part.device, part.dtype, flag) == (device, torch.uint8, "flag")
-        assert len(part) == rows.stop - rows.start
-        parts.append(part.float().add(0.0))
-    assert torch.equal(torch.cat(parts).cpu(), batch.float())
+    seen = []
+
+    def tower(images: Tensor, flag: str) -> Tensor:
+        seen.append((len(images), images.device, images.dtype, flag))
+        return images.flatten(1).float()
+
+    cache = GradientCache(micro_batch_size=100, device=device, prefetch=prefetch)
+    assert torch.equal(cache.call(tower, batch, "flag").cpu(), batch.flatten(1).float())
+    assert seen == [(rows, device, torch.uint8, "flag") for rows in [100] * 10 + [3]]
 
 
 @pytest.mark.gpu

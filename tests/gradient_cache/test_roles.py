@@ -8,19 +8,42 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import GradientCache
-from lightning_mp.gradient_cache._served.arguments import Arguments, EarlierCalls
-from lightning_mp.gradient_cache._served.roles import Role
 
 BATCH, WIDTH = 6, 4
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["rows", "5 rows", "rows padded with 0", "3 rows padded with -100", "mask", "mask of 3 rows"]
-    + ["row numbers", "row numbers of batch.text", "whole", "mean", "sum", "left out"],
+    ("words", "rows"),
+    [
+        ("rows", 4),
+        ("5 rows", 20),
+        ("rows padded with 0", 4),
+        ("3 rows padded with -100", 12),
+        ("mask", 4),
+        ("mask of 3 rows", 12),
+        ("row numbers", 4),
+        ("row numbers of batch.text", 4),
+        ("whole", 7),
+    ],
 )
-def test_roles_are_parsed_and_printed(words: str) -> None:
-    assert str(Role.parse(words)) == words
+def test_roles_of_arguments_are_parsed_and_printed(words: str, rows: int) -> None:
+    def tower(first: Tensor, x: Tensor) -> Tensor:
+        return first
+
+    cache = GradientCache(micro_batch_size=4, roles={"x": words})
+    cache.call(tower, torch.ones(4, 2), torch.ones(rows, 5).long())
+    assert cache.roles["tower"]["arguments"] == {"first": "rows", "x": words}
+
+
+@pytest.mark.parametrize("words", ["mean", "sum", "left out"])
+def test_roles_of_outputs_are_parsed_and_printed(words: str) -> None:
+    def tower(first: Tensor) -> dict[str, Tensor]:
+        return {"first": first, "x": first.sum()}
+
+    cache = GradientCache(micro_batch_size=4, roles={"x": words})
+    cache.call(tower, torch.ones(4, 2))
+    kept = {} if words == "left out" else {"x": words}
+    assert cache.roles["tower"]["outputs"] == {"first": "rows", **kept}
 
 
 @pytest.mark.parametrize("words", ["row", "0 rows", "rows padded with", "wholes", ""])
@@ -100,27 +123,33 @@ def test_wrong_roles_raise_and_name_the_argument(roles: dict[str, str], message:
         )
 
 
-def has_rows(earlier: EarlierCalls, rows: int, mask: Tensor) -> bool:
-    def tower(x: Any, mask: Any) -> None: ...
+class Sees(nn.Module):
+    """Records whether the last call got only some rows of the mask."""
 
-    arguments = Arguments(tower, (torch.ones(rows, 2), mask), {}, earlier=earlier)
-    return arguments.roles[1].has_rows
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.rows = len(mask)
+        return x
+
+
+def has_rows(cache: GradientCache, tower: Sees, rows: int, mask: Tensor) -> bool:
+    cache.call(tower, torch.ones(rows, 2), mask)
+    return tower.rows < len(mask)
 
 
 def test_whole_argument_stays_whole_beside_a_batch_of_its_length() -> None:
-    earlier, prompt = EarlierCalls(), torch.ones(8, 2)
-    assert not has_rows(earlier, 12, prompt)
-    assert not has_rows(earlier, 8, prompt), "the last batch of an epoch"
-    assert has_rows(earlier, 12, torch.ones(12, 2))
-    assert not has_rows(earlier, 12, torch.ones(1, 2)), "broadcast"
-    assert has_rows(EarlierCalls(), 8, prompt), "nothing was known before"
+    earlier, prompt = (GradientCache(micro_batch_size=4), Sees()), torch.ones(8, 2)
+    assert not has_rows(*earlier, 12, prompt)
+    assert not has_rows(*earlier, 8, prompt), "the last batch of an epoch"
+    assert has_rows(*earlier, 12, torch.ones(12, 2))
+    assert not has_rows(*earlier, 12, torch.ones(1, 2)), "broadcast"
+    assert has_rows(GradientCache(micro_batch_size=4), Sees(), 8, prompt), "nothing known before"
 
 
 def test_argument_split_by_chance_raises_in_a_later_call() -> None:
-    earlier, prompt = EarlierCalls(), torch.ones(8, 2)
-    assert has_rows(earlier, 8, prompt)
+    earlier, prompt = (GradientCache(micro_batch_size=4), Sees()), torch.ones(8, 2)
+    assert has_rows(*earlier, 8, prompt)
     with pytest.raises(ValueError, match=r"`mask` of shape \[8, 2\] .* with 12 rows.*'whole'"):
-        has_rows(earlier, 12, prompt)
+        has_rows(*earlier, 12, prompt)
 
 
 def test_roles_are_logged_once_per_tower(logged: list[str]) -> None:

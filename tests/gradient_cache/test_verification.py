@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from lightning_mp.gradient_cache._served.call import rounding_noise
-from lightning_mp.gradient_cache._served.outputs import Sketch
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 CPU = torch.device("cpu")
@@ -63,12 +61,42 @@ def test_replay_tolerance_decides_which_difference_raises() -> None:
             features.sum().backward()
 
 
+def message_of(tower: nn.Module, batch: Tensor, **settings: object) -> str:
+    """Return the error of a replay, or an empty string."""
+    cache = GradientCache(micro_batch_size=len(batch), **settings)
+    try:
+        cache.call(tower, batch).square().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+class Changes(nn.Module):
+    """Returns one output, and another one in the replay."""
+
+    def __init__(self, *outputs: Tensor) -> None:
+        super().__init__()
+        self.outputs, self.one = list(outputs), nn.Parameter(torch.ones_like(outputs[0][0, 0, 0]))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.outputs.pop(0) * self.one
+
+
+def test_tolerance_is_the_rounding_of_the_coarsest_dtype() -> None:
+    outputs, batch = torch.ones(7, 1, 4), torch.ones(7, 4)
+    message = message_of(Changes(outputs, 2 * outputs), batch)
+    assert f"{128 * 2.0**-23:.1e} is allowed" in message
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        message = message_of(Changes(outputs, 2 * outputs), batch)
+    assert f"{2.0**-4:.1e} is allowed" in message
+
+
 def test_deterministic_algorithms_have_a_tolerance_of_zero() -> None:
-    assert rounding_noise({torch.float32}, CPU) == 128 * 2.0**-23
-    assert rounding_noise({torch.float32, torch.bfloat16}, CPU) == 2.0**-4
     torch.use_deterministic_algorithms(True)
     try:
-        assert rounding_noise({torch.bfloat16}, CPU) == 0
+        outputs = torch.ones(7, 1, 4, dtype=torch.bfloat16)
+        message = message_of(Changes(outputs, outputs * (1 + 2**-7)), torch.ones(7, 4))
+        assert "0.0e+00 is allowed" in message
         tower = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.LayerNorm(64))
         make_cache().call(tower, torch.randn(7, 4)).square().sum().backward()
         features = make_cache().call(Drifts(2.0**-22), torch.randn(7, 4))
@@ -82,12 +110,16 @@ def test_deterministic_algorithms_have_a_tolerance_of_zero() -> None:
 def test_sketch_estimates_the_size_of_a_difference(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     output, other = torch.randn(256, 3, 32, dtype=dtype), torch.randn(256, 3, 32, dtype=dtype)
-    # The mean of 256 squared normal variables has a standard deviation of sqrt(2 / 256) = 9%.
-    difference = Sketch(output).difference(output + 0.25 * other).item()
-    assert abs(difference / 0.25 - 1) < 5 * 0.09 / 2
-    assert Sketch(output).difference(output.clone()) == 0
-    assert Sketch(output.zero_()).difference(torch.zeros_like(output)) == 0
-    assert Sketch(output).difference(output + 1) == torch.inf
+    batch = torch.ones(256, 4)
+    message = message_of(Changes(output, output + 0.25 * other), batch, replay_tolerance=0.0)
+    difference = float(message.split("relative difference is ")[1].split(",")[0])
+    # The mean of 256 squared normal variables has a standard deviation of sqrt(2 / 256) = 9%, and
+    # the message has two digits.
+    assert abs(difference / 0.25 - 1) < 5 * 0.09 / 2 + 0.02
+    zeros = torch.zeros_like(output)
+    for same in (output, zeros):
+        assert not message_of(Changes(same, same.clone()), batch, replay_tolerance=0.0)
+    assert "difference is inf" in message_of(Changes(zeros, zeros + 1), batch)
 
 
 def test_non_finite_outputs_are_not_compared() -> None:
