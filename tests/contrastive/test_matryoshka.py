@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from jsonargparse import ArgumentParser
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
-from lightning_mp.contrastive._exchange import slices
 from tests.contrastive.test_candidates import data
 from tests.contrastive.test_exchange import EXCHANGES, make_loss
 from tests.contrastive.test_ids import few_ids
@@ -145,22 +145,29 @@ def test_loss_across_ranks_equals_one_process(sizes: list[tuple[int, int]]) -> N
             assert relative_error(value, other) < 2e-5, (exchange, rank)
 
 
+class SentFeatures(TorchDispatchMode):
+    """Counts the fp32 values that this rank sends in all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001
+        if function.namespace == "c10d" and "allgather" in function._opname:
+            _, piece, *_ = args
+            self.count += piece.numel() * (piece.dtype == torch.float32)
+        return function(*args, **(kwargs or {}))
+
+
 def _gathers(rank: int) -> list[int]:
     """Return the number of feature values that a rank sends for one width and for three."""
     image, text, scale = data(8, 8, 24, rank, torch.float32)
-    sent: list[int] = []
-    gather = slices.all_gather
-
-    def noted(out: Tensor, piece: Tensor, **options: Any) -> Any:
-        sent[-1] += piece.numel() * (piece.dtype == torch.float32)
-        return gather(out, piece, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slices, "all_gather", noted)
-        for widths in ([24], [24, 16, 8]):
-            sent.append(0)
+    counts = []
+    for widths in ([24], [24, 16, 8]):
+        with visible(), SentFeatures() as sent:
             MatryoshkaLoss(widths=widths)(image, text, scale).backward()
-    return sent
+        counts.append(sent.count)
+    return counts
 
 
 @pytest.mark.distributed

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import SigmoidContrastiveLoss
-from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Logits
-from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from tests.contrastive.test_exchange import (
     BATCHES,
     EXCHANGES,
@@ -180,18 +178,3 @@ def test_sigmoid_loss_with_ddp_mean_equals_one_process(world_size: int) -> None:
     by_rank = run_ranks(_steps, world_size, BATCHES[world_size], seed)
     for case, sizes in enumerate(BATCHES[world_size]):
         check_steps(sigmoid_loss_of_logits, sizes, seed, [cases[case] for cases in by_rank])
-
-
-def test_sweep_over_columns_with_some_positives_equals_float64() -> None:
-    rows, columns = torch.randn(70, 5), torch.randn(90, 5)
-    totals, d_rows = torch.zeros(2, dtype=torch.float64), torch.zeros(70, 5)
-    scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (0.5, -1.0))
-    own = slice(20, 40)
-    swept, gradients = Logits(rows, columns, scale, 3, own), Derivatives(d_rows, None)
-    TorchTiles(1).sigmoid_sweep(swept, bias, totals, gradients)
-    logits = 0.5 * rows.double() @ columns.double().T - 1
-    index = torch.arange(20, 40)
-    logits[index, index + 3] = -torch.inf
-    right = torch.stack([F.softplus(logits).sum(), logits.sigmoid().sum()])
-    assert relative_error(totals, right) < 1e-6
-    assert relative_error(d_rows, logits.sigmoid() @ columns.double()) < 1e-6

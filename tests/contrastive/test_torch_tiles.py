@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -212,3 +213,18 @@ def test_tiles_are_stored_only_if_gradients_are_needed_and_freed_before_the_back
         assert made[trains].alive() < 4 * 512**2
     assert loss.requires_grad is False
     assert made[True].peak - made[False].peak >= 4 * 512**2
+
+
+def test_sigmoid_sweep_over_columns_with_some_positives_equals_float64() -> None:
+    rows, columns = torch.randn(70, 5), torch.randn(90, 5)
+    totals, d_rows = torch.zeros(2, dtype=torch.float64), torch.zeros(70, 5)
+    scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (0.5, -1.0))
+    own = slice(20, 40)
+    swept, gradients = Logits(rows, columns, scale, 3, own), Derivatives(d_rows, None)
+    TorchTiles(1).sigmoid_sweep(swept, bias, totals, gradients)
+    logits = 0.5 * rows.double() @ columns.double().T - 1
+    index = torch.arange(20, 40)
+    logits[index, index + 3] = -torch.inf
+    right = torch.stack([F.softplus(logits).sum(), logits.sigmoid().sum()])
+    assert relative_error(totals, right) < 1e-6
+    assert relative_error(d_rows, logits.sigmoid() @ columns.double()) < 1e-6

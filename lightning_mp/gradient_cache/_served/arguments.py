@@ -94,16 +94,15 @@ class Arguments:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        constants: Collection[Tensor] = (),
-        declared: DeclaredRoles | None = None,
-        earlier: "EarlierCalls | None" = None,
-        expected: int | None = None,
+        constants: Collection[Tensor],
+        declared: DeclaredRoles,
+        earlier: "EarlierCalls",
+        expected: int | None,
     ) -> None:
         tree = open_call(_argument_names(signature_of, len(args)), args, kwargs)
         # By identity, because `==` compares the values of tensors.
         self._constants = {id(tensor) for tensor in constants}
-        self._declared = declared or DeclaredRoles({})
-        self._earlier = earlier or EarlierCalls()
+        self._declared, self._earlier = declared, earlier
         self._least_rows_per_sample = 1  # among the declared roles
         self.batch_size = self._find_batch_size(tree.children or [], expected) or 0
 
