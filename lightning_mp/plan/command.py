@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from lightning_mp.plan.estimate import Rate
     from lightning_mp.plan.subject import Subject
 
 __all__ = ["pairs_of", "plan"]
@@ -63,6 +62,10 @@ def plan(
             `pairs_per_second`.
         network: Bandwidth at which a GPU sends, in GB/s.
     """
+    from lightning_mp.plan.estimate import Machine, Rate
+    from lightning_mp.plan.formulas import GIB
+    from lightning_mp.plan.table import advice, plan_lines
+
     if (config is None) == (model is None):
         raise SystemExit("lightning-mp plan: pass either `--config` or `--model`.")
     try:
@@ -75,16 +78,16 @@ def plan(
         asked = subject.rank_batch and subject.rank_batch * ranks
         if batch is not None:
             asked = pairs_of(batch)
-        rate = _rank_rate(subject, pairs_per_second, tflops, network)
+        rate = None
+        if tflops is not None or pairs_per_second is not None:
+            work = subject.flops_per_pair(cached=True)
+            flops = (pairs_per_second or 0.0) * work if tflops is None else tflops * 1e12
+            rate = Rate(pairs_per_second or flops / work, flops, network * 1e9)
         per_epoch = None if pairs is None else pairs_of(pairs)
     except (ValueError, OSError) as error:  # the arguments are wrong: a traceback would not help
         raise SystemExit(f"lightning-mp plan: {error}") from None
     if asked is None:
         raise SystemExit("lightning-mp plan: pass the global batch by `--batch`, such as 1024k.")
-    from lightning_mp.plan.estimate import Machine
-    from lightning_mp.plan.formulas import GIB
-    from lightning_mp.plan.table import advice, plan_lines
-
     machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node, workers, device)
     print("\n".join(plan_lines(subject, machine, asked, rate, per_epoch)))
     print(f"\nAdvice: {advice(subject, machine, asked)}")
@@ -119,19 +122,3 @@ def _subject(config: list[str] | None, model: str | None, precision: str | None)
     from lightning_mp.plan.sources import subject_of_model
 
     return subject_of_model(str(model), precision or "BalancedAMP")
-
-
-def _rank_rate(
-    subject: Subject, pairs_per_second: float | None, tflops: float | None, network: float
-) -> Rate | None:
-    """Return the rate of a rank; `None` if neither argument is given."""
-    from lightning_mp.plan.estimate import Rate
-
-    work = subject.flops_per_pair(cached=True)
-    if tflops is not None:
-        flops = tflops * 1e12
-    elif pairs_per_second is not None:
-        flops = pairs_per_second * work
-    else:
-        return None
-    return Rate(pairs_per_second or flops / work, flops, network * 1e9)

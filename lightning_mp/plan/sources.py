@@ -17,14 +17,14 @@ from lightning_mp.plan.tower_bytes import blank, computing_in, measure_towers
 
 __all__ = ["CLIP_SIZES", "subject_of_model"]
 
-# Vision (width, layers, heads, patch, image), text (width, layers, heads), projection; the width
-# of an MLP is four times that of its layer. CLIP, https://arxiv.org/abs/2103.00020, Table 20.
+# Vision (width, layers, heads, patch), text (width, layers, heads), projection; the width of an MLP
+# is four times that of its layer. CLIP, https://arxiv.org/abs/2103.00020, Table 20.
 CLIP_SIZES = {
-    "ViT-B/32": ((768, 12, 12, 32, 224), (512, 12, 8), 512),
-    "ViT-B/16": ((768, 12, 12, 16, 224), (512, 12, 8), 512),
-    "ViT-L/14": ((1024, 24, 16, 14, 224), (768, 12, 12), 768),
+    "ViT-B/32": ((768, 12, 12, 32), (512, 12, 8), 512),
+    "ViT-B/16": ((768, 12, 12, 16), (512, 12, 8), 512),
+    "ViT-L/14": ((1024, 24, 16, 14), (768, 12, 12), 768),
 }
-_TOKENS = 77
+_ENCODER = "hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size"
 # Model, names of its methods for images and texts, image size, tokens of a text.
 _Built = tuple[nn.Module, tuple[str, str], int, int]
 
@@ -131,21 +131,14 @@ def _of_transformers(name: str) -> _Built:
 def _clip_config(name: str) -> Any:
     from transformers import CLIPConfig
 
-    (*vision_sizes, patch, size), text_sizes, projection = CLIP_SIZES[name]
-    vision = _encoder(*vision_sizes) | {"patch_size": patch, "image_size": size}
-    text = _encoder(*text_sizes) | {"max_position_embeddings": _TOKENS}
-    return CLIPConfig(text_config=text, vision_config=vision, projection_dim=projection)
-
-
-def _encoder(width: int, layers: int, heads: int) -> dict[str, Any]:
+    vision_sizes, text_sizes, projection = CLIP_SIZES[name]
     # The paper's code uses GELU; CLIP's own quick GELU saves one value more per activation.
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-        "hidden_act": "gelu",
-    }
+    vision, text = (
+        {**dict(zip(_ENCODER, sizes, strict=False)), "intermediate_size": 4 * sizes[0]}
+        | {"hidden_act": "gelu"}
+        for sizes in (vision_sizes, text_sizes)
+    )
+    return CLIPConfig(text_config=text, vision_config=vision, projection_dim=projection)
 
 
 def _without_initial_values() -> AbstractContextManager[Any]:
