@@ -35,7 +35,6 @@ from lightning_mp.gradient_cache._served.call import Replayed, TowerCall
 from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
 from lightning_mp.gradient_cache._served.declared_names import DeclaredNames
 from lightning_mp.gradient_cache._served.outputs import Outputs
-from lightning_mp.gradient_cache._served.refusals import difference_error
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Role
 from lightning_mp.gradient_cache._served.sharding import set_reduction
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
@@ -326,9 +325,21 @@ class GradientCache:
 
     def _check_differences(self, arrived: Sequence[Any]) -> None:
         for _, difference, context in arrived:
+            tolerance = context["tolerance"]
             # `not <=` instead of `>`, so that NaN counts as a difference.
-            if not float(difference) <= context["tolerance"]:
-                raise difference_error(context["tower"], float(difference), context["tolerance"])
+            if not float(difference) <= tolerance:
+                raise RuntimeError(
+                    f"The tower `{context['tower']}` returned different outputs when it was "
+                    "replayed for its gradients: the relative difference is "
+                    f"{float(difference):.1e}, and {tolerance:.1e} is allowed. The gradients of "
+                    "the tower are wrong. Likely causes, in this order: an input was changed in "
+                    "place where torch does not count the write, such as through memory shared "
+                    "with numpy or `.data`; the tower draws from a generator that is not an "
+                    "attribute of its modules; the tower keeps state outside of buffers that "
+                    "changes with every call, such as a counter; weights were changed through "
+                    "`.data`. If only nondeterministic kernels differ, pass a larger "
+                    "`replay_tolerance`, or `inf` to skip the comparison."
+                )
 
     def _warn_about_unused_outputs(self, tower: str, replayed: Replayed) -> None:
         unused = sum(replayed.unused.values())

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lightning_mp.gradient_cache._served.arguments import Arguments, Tree, describe_value, open_tree
-from lightning_mp.gradient_cache._served.refusals import name_of, scores_error, shape_error
 from lightning_mp.gradient_cache._served.roles import ROWS, DeclaredRoles, Role
 
 __all__ = ["Outputs", "Sketch", "check_no_tangents"]
@@ -203,7 +202,7 @@ class Outputs:
         # Identity first, because NaN is not equal to itself; `==` of arrays is an array.
         elif whole is not value and not bool(np.all(whole == value)):
             raise ValueError(
-                f"The tower `{self._tower}` returned {name_of(leaf.path)} of type "
+                f"The tower `{self._tower}` returned {_name_of(leaf.path)} of type "
                 f"{type(value).__name__}, which differs between micro-batches: "
                 f"{describe_value(whole)} and {describe_value(value)}. Only tensors and lists with "
                 "one item per row are concatenated. Leave the output out: "
@@ -262,11 +261,30 @@ class Outputs:
         if not per_sample or [two[0], three[0]] != [2 * per_sample, 3 * per_sample]:
             self._raise_shape_error(path, two, "2 rows were expected")
         if two[1:] != three[1:]:
-            raise ValueError(scores_error(self._tower, path, two, three))
+            advice = "return the features"
+            if path:
+                advice = f"leave it out: `roles={{{path!r}: 'left out'}}`"
+            raise ValueError(
+                f"The tower `{self._tower}` returned {_name_of(path)} of shape {list(two)} for 2 "
+                f"rows and of {list(three)} for 3 rows. Outputs of micro-batches are concatenated, "
+                "so the shape of a row must not depend on the number of rows. Compute pairwise "
+                f"scores outside of towers, from the features, and {advice}."
+            )
         self._known[path] = role or Role("rows", per_sample)
 
     def _raise_shape_error(self, path: str, shape: Sequence[int], expected: str) -> NoReturn:
-        raise ValueError(shape_error(self._tower, path, shape, expected, str(self._arguments)))
+        name = repr(path or "name")
+        raise ValueError(
+            f"The tower `{self._tower}` returned {_name_of(path)} of shape {list(shape)} for a "
+            f"micro-batch, where {expected}. Every output must have the rows of the batch, in the "
+            "same shape for every micro-batch. The arguments of the tower are "
+            f"{self._arguments}. If a role is wrong, declare the argument by name: "
+            "`roles={'name': 'rows'}` or 'whole'. Otherwise compute losses and pairwise scores "
+            "outside of towers, declare sequences of different lengths with "
+            f"`roles={{{name}: 'rows padded with 0'}}`, and declare outputs without rows: "
+            f"`roles={{{name}: 'mean'}}` for a mean over rows, 'sum' for a sum, 'whole' for a "
+            "tensor that is equal in all micro-batches."
+        )
 
 
 class OpenedOutputs(NamedTuple):
@@ -277,6 +295,10 @@ class OpenedOutputs(NamedTuple):
     names: list[str]
     tensors: list[Tensor]
     roles: list[Role]
+
+
+def _name_of(path: str) -> str:
+    return f"`{path}`" if path else "a tensor"
 
 
 def _rows(role: Role, rows: slice) -> slice:
