@@ -11,6 +11,7 @@ for the second, as `TorchTiles` does for all features and `TritonTiles` for fp32
 """
 
 import argparse
+import functools
 import itertools
 import math
 import sys
@@ -30,10 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._common import Benchmark, Report
 from lightning_mp.contrastive._call.request import Request
+from lightning_mp.contrastive._exchange.exchange import Exchange
 from lightning_mp.contrastive._operator import finish_gradients
 from lightning_mp.contrastive._sums.agreement import exchange_for
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, plan_of
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, plan_of
+from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, block
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan.table import aligned
@@ -133,10 +136,10 @@ def count(
         ):
             features = [torch.empty(sizes[0], width, dtype=dtype) for _ in range(2)]
             inputs = (*features, torch.empty(()), None)
-            travel = exchange_for(
-                sizes, features[0], exchange, lambda left: TritonTiles(left, arch=90),
-                workspace_bytes,
-            )  # fmt: skip
+            tiles_of = functools.partial(TritonTiles, arch=90)
+            travel: tuple[Exchange, TileBackend] = OneRank(sizes[0]), tiles_of(workspace_bytes)
+            if len(sizes) > 1:
+                travel = exchange_for(sizes, features[0], exchange, tiles_of, workspace_bytes)
             needs_grad = NeedsGrad(image=True, text=True, scale=True)
             plan = plan_of(Request(*inputs), *travel, needs_grad, pairs=sum(sizes))
             with counts:
