@@ -30,7 +30,7 @@ from lightning_mp.contrastive._exchange.slices import Slices, all_gather, block_
 from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan, plan_of
 from lightning_mp.contrastive._tiles.literals import ExchangeName
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
-from lightning_mp.numerics.async_readback import AsyncReadback
+from lightning_mp.numerics.async_readback import AsyncReadback, send
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
 __all__ = [
@@ -279,10 +279,7 @@ def _gather(facts: Facts, device: torch.device, group: dist.ProcessGroup | None)
     """Return the facts of all ranks in their order; the host waits for the other hosts."""
     readback = AsyncReadback()
     with _beside(device):
-        mine = torch.tensor([int(fact) for fact in facts])
-        if device.type == "cuda":  # a copy from pageable memory would wait for queued work
-            mine = mine.pin_memory()
-        mine = mine.to(device, non_blocking=True)
+        mine = send(torch.tensor([int(fact) for fact in facts]), device)
         by_rank = mine.new_empty(dist.get_world_size(group) * len(mine))
         all_gather(by_rank, mine, group=group)
         readback.submit(0, by_rank)
