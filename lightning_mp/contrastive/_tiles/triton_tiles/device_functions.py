@@ -105,17 +105,9 @@ def indices(tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def tile_dots(
-    rows,
-    columns,
-    tile,
-    width,
-    row_stride,
-    column_stride,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    rows, columns, tile, width, row_stride, column_stride, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Return `rows @ columns.T` of one tile in fp32 (M, N).
 
     With `TMA` the operands are tensor descriptors, otherwise pointers to rows that are aligned to

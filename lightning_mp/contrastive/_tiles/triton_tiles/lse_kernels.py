@@ -75,37 +75,15 @@ def _is_outside(sums):
 # kernel in the middle of training.
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
 def lse_kernel(
-    rows,
-    columns,
-    log2_scale,
-    reference,
-    row_sums,
-    column_sums,
-    is_redone,
-    row_maxima,
-    column_maxima,
-    row_ids,
-    column_ids,
-    row_thresholds,
-    column_thresholds,
-    row_guides,
-    column_guides,
-    guide_width,
-    stored,
-    stored_stride,
-    num_rows,
-    num_columns,
-    width,
-    row_stride,
-    column_stride,
-    diagonal,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    TMA: tl.constexpr,
-    SPLIT_SCALE: tl.constexpr,
-):
+    rows, columns, log2_scale, reference,
+    row_sums, column_sums, is_redone, row_maxima, column_maxima,
+    row_ids, column_ids,
+    row_thresholds, column_thresholds, row_guides, column_guides, guide_width,
+    stored, stored_stride,
+    num_rows, num_columns, width, row_stride, column_stride, diagonal,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, SPLIT_SCALE: tl.constexpr,
+):  # fmt: skip
     """Store the sums of one tile against the scalar reference, or logarithms if one is outside.
 
     Args:
@@ -202,25 +180,12 @@ def lse_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "row_fresh", "column_fresh"])
 def merge_kernel(
-    row_sums,
-    column_sums,
-    is_redone,
-    reference,
-    row_lse,
-    column_lse,
-    row_part_maxima,
-    column_part_maxima,
-    row_maxima,
-    column_maxima,
-    num_rows,
-    num_columns,
-    row_fresh,
-    column_fresh,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    row_sums, column_sums, is_redone, reference,
+    row_lse, column_lse,
+    row_part_maxima, column_part_maxima, row_maxima, column_maxima,
+    num_rows, num_columns, row_fresh, column_fresh,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Add the tiles' sums to the log-sum-exps of rows and columns.
 
     Args:

@@ -50,21 +50,11 @@ _FINISH_ROWS, _FINISH_COLUMNS = 4, 256  # one warp per row, 8 values per thread
 
 @triton.jit(do_not_specialize=["num_pairs", "num_columns"])
 def prepare_kernel(
-    rows,
-    columns,
-    scale,
-    pos,
-    log2_scale,
-    reference,
-    peaks,
-    num_pairs,
-    num_columns,
-    width,
-    row_stride,
-    column_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    rows, columns, scale,
+    pos, log2_scale, reference, peaks,
+    num_pairs, num_columns, width, row_stride, column_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Store the logits of the positives and, in the last program, the reference of the sweep.
 
     Any reference is valid; a good one avoids computing tiles twice. Logits are at most
@@ -172,22 +162,11 @@ def _log_sum_exp(values, index, here, length, parts, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["terms", "num_pairs", "num_columns", "parts"])
 def terms_kernel(
-    row_neg,
-    column_neg,
-    pos,
-    row_lse,
-    column_lse,
-    weight,
-    sums,
-    terms,
-    num_pairs,
-    num_columns,
-    parts,
-    BY_ROW: tl.constexpr,
-    BY_COLUMN: tl.constexpr,
-    TERMS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    row_neg, column_neg, pos,
+    row_lse, column_lse, weight, sums,
+    terms, num_pairs, num_columns, parts,
+    BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr, TERMS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Store log-sum-exps with the positives, weights of the positives, and parts of the loss.
 
     Args:
@@ -255,23 +234,11 @@ def pair_terms(
 
 @triton.jit(do_not_specialize=["terms", "ranks", "num_pairs", "num_columns"])
 def finish_kernel(
-    rows,
-    columns,
-    d_rows,
-    d_columns,
-    weight,
-    scale,
-    d_scale_parts,
-    terms,
-    ranks,
-    num_pairs,
-    num_columns,
-    width,
-    row_stride,
-    column_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    rows, columns, d_rows, d_columns,
+    weight, scale, d_scale_parts, terms, ranks,
+    num_pairs, num_columns, width, row_stride, column_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Add the positives to the gradients, scale them, and store parts of the scale's gradient.
 
     Reads features and gradients once; torch's operations would read them four times.

@@ -53,32 +53,14 @@ def _log2_1p(u):
 # `num_columns` is specialised, because a mask that ends at a multiple of 16 allows wide stores.
 @triton.jit(do_not_specialize=["num_rows", "diagonal"])
 def sigmoid_kernel(
-    rows,
-    columns,
-    log2_scale,
-    log2_bias,
-    factor,
-    sums,
-    row_maxima,
-    column_maxima,
-    weights,
-    weights_low,
-    row_ids,
-    column_ids,
-    num_rows,
-    num_columns,
-    width,
-    row_stride,
-    column_stride,
-    weights_stride,
-    diagonal,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    TMA: tl.constexpr,
-    SPLIT_SCALE: tl.constexpr,
-):
+    rows, columns, log2_scale, log2_bias, factor,
+    sums, row_maxima, column_maxima,
+    weights, weights_low,
+    row_ids, column_ids,
+    num_rows, num_columns, width, row_stride, column_stride, weights_stride, diagonal,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, SPLIT_SCALE: tl.constexpr,
+):  # fmt: skip
     """Store the sigmoids of one tile times `factor`, and the sums of losses and sigmoids.
 
     Args:

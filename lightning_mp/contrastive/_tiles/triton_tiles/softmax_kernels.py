@@ -74,23 +74,12 @@ def _store_rounded(power, gain, values, index, here):
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def factors_kernel(
-    row_lse,
-    column_lse,
-    scale,
-    row_power,
-    row_gain,
-    row_factor,
-    column_power,
-    column_gain,
-    column_factor,
-    is_wide,
-    log2_scale,
-    peaks,
-    num_rows,
-    num_columns,
-    EXPONENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    row_lse, column_lse, scale,
+    row_power, row_gain, row_factor, column_power, column_gain, column_factor,
+    is_wide, log2_scale, peaks,
+    num_rows, num_columns,
+    EXPONENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Store the vectors of `SoftmaxFactors`; the last program decides whether they are accurate.
 
     Args:
@@ -180,42 +169,16 @@ class SoftmaxFactors:
 # `num_columns` is specialised, because a mask that ends at a multiple of 16 allows wide stores.
 @triton.jit(do_not_specialize=["num_rows", "diagonal"])
 def softmax_kernel(
-    rows,
-    columns,
-    log2_scale,
-    row_power,
-    row_gain,
-    row_factor,
-    column_power,
-    column_gain,
-    column_factor,
-    is_wide,
-    weights,
-    weights_low,
-    row_ids,
-    column_ids,
-    row_thresholds,
-    column_thresholds,
-    row_guides,
-    column_guides,
-    guide_width,
-    stored,
-    stored_stride,
-    num_rows,
-    num_columns,
-    width,
-    row_stride,
-    column_stride,
-    weights_stride,
-    diagonal,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    TMA: tl.constexpr,
-    SPLIT_SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    rows, columns, log2_scale,
+    row_power, row_gain, row_factor, column_power, column_gain, column_factor, is_wide,
+    weights, weights_low,
+    row_ids, column_ids,
+    row_thresholds, column_thresholds, row_guides, column_guides, guide_width,
+    stored, stored_stride,
+    num_rows, num_columns, width, row_stride, column_stride, weights_stride, diagonal,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, SPLIT_SCALE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Store P of one tile, as one value or in two halves.
 
     Args:
