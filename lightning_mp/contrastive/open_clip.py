@@ -115,7 +115,7 @@ class ClipLoss(_KnowsRanks):
         "world_size": "[1, inf)",
         "chunk_size": Check("[0, inf)", fix="Leave it out: the workspace limits the tiles."),
         "dist_impl": Check(fix="Leave it out: it has no effect on the exchange of texts."),
-    },
+    }
 )
 class SigLipLoss(_KnowsRanks, SigmoidContrastiveLoss):
     r"""open_clip's `SigLipLoss`, with its signature, computed by `SigmoidContrastiveLoss`.

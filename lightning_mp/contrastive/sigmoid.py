@@ -18,7 +18,7 @@ __all__ = ["SigmoidContrastiveLoss"]
     hints={
         **dict.fromkeys(RULES, "Only a softmax loss takes it; pass it to `ContrastiveLoss`."),
         "directions": "The sigmoid loss has one term per pair, without a direction.",
-    },
+    }
 )
 class SigmoidContrastiveLoss(ContrastiveLoss):
     r"""Sigmoid (SigLIP) loss of all pairs over all ranks, exact and without a b x b matrix.

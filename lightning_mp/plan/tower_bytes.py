@@ -120,10 +120,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def measure_towers(
-    model: nn.Module,
-    towers: Sequence[Tower],
-    step: Callable[[int], Any],
-    precision: StaticBytes,
+    model: nn.Module, towers: Sequence[Tower], step: Callable[[int], Any], precision: StaticBytes
 ) -> dict[str, TowerBytes]:
     """Run a step at two sizes, and return the difference per pair for each tower.
 

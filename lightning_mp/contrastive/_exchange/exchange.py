@@ -67,10 +67,7 @@ class Exchange(ABC):
     """
 
     def __init__(
-        self,
-        batch_sizes: Sequence[int],
-        rank: int = 0,
-        group: dist.ProcessGroup | None = None,
+        self, batch_sizes: Sequence[int], rank: int = 0, group: dist.ProcessGroup | None = None
     ) -> None:
         self.batch_sizes = tuple(batch_sizes)
         self.world_size, self.global_batch_size = len(batch_sizes), sum(batch_sizes)

@@ -197,15 +197,9 @@ class TileBackend(ABC):
 
     @abstractmethod
     def multiplied_twice(
-        self,
-        b: int,
-        m: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored_values: int,
+        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, memory: int
     ) -> int:
-        """Return how many of the `b m` logits of one process do not fit a memory of that size."""
+        """Return how many of the `b m` logits of one process do not fit `memory` stored values."""
 
     def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
         """Return the values that a loss computes once; row `i` and column `i` are a pair."""

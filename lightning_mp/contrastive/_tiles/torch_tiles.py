@@ -152,17 +152,11 @@ class TorchTiles(TileBackend):
         return size
 
     def multiplied_twice(
-        self,
-        b: int,
-        m: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored_values: int,
+        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, memory: int
     ) -> int:
-        """Return how many of the `b m` logits of one process do not fit a memory of that size."""
+        """Return how many of the `b m` logits of one process do not fit `memory` stored values."""
         # Takes memory as the sweep does, on the meta device.
-        stored = StoredTiles(torch.empty(stored_values, device="meta"))
+        stored = StoredTiles(torch.empty(memory, device="meta"))
         sizes = (
             (rows.stop - rows.start) * (columns.stop - columns.start)
             for rows, columns in self._tile_slices(b, m, width, dtype, device)

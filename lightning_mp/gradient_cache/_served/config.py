@@ -50,11 +50,7 @@ def takes_config(
     kind: type[CacheConfig], *, without: Collection[str], documented: type, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]: ...
 def takes_config(
-    kind: Any,
-    *,
-    without: Collection[str] = (),
-    documented: type | None = None,
-    **defaults: Any,
+    kind: Any, *, without: Collection[str] = (), documented: type | None = None, **defaults: Any
 ) -> Any:
     """Decorate a constructor: it takes the fields of a config by name and receives a `config`.
 

@@ -22,10 +22,7 @@ def choice_folder() -> Path:
 
 
 def cached_choice(
-    configs: Sequence[TileConfig],
-    what: str,
-    device: torch.device,
-    choose: Callable[[], TileConfig],
+    configs: Sequence[TileConfig], what: str, device: torch.device, choose: Callable[[], TileConfig]
 ) -> TileConfig:
     """Return the choice of an earlier process for this GPU, or call `choose` and store its result.
 

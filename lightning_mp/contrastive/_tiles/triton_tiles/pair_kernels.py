@@ -27,14 +27,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
 from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import HIGHEST_SUM_EXPONENT
 from lightning_mp.numerics.triton_support import launching_on
 
-__all__ = [
-    "finish",
-    "finish_kernel",
-    "pair_terms",
-    "prepare",
-    "prepare_kernel",
-    "terms_kernel",
-]
+__all__ = ["finish", "finish_kernel", "pair_terms", "prepare", "prepare_kernel", "terms_kernel"]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # A sum of a tile has at most 2^8 terms.

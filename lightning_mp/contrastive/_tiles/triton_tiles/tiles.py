@@ -237,17 +237,11 @@ class TritonTiles(TileBackend):
         return size
 
     def multiplied_twice(
-        self,
-        b: int,
-        m: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored_values: int,
+        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, memory: int
     ) -> int:
-        """Return how many of the `b m` logits of one process do not fit a memory of that size."""
+        """Return how many of the `b m` logits of one process do not fit `memory` stored values."""
         # Takes the same place as the sweep, on the meta device.
-        stored = StoredTiles(torch.empty(stored_values, device="meta"))
+        stored = StoredTiles(torch.empty(memory, device="meta"))
         return (b - len(stored.take_rows(b, m))) * m
 
     def _block(self, kernel_logits: KernelLogits, bytes_per_value: float) -> tuple[int, int]:
