@@ -124,22 +124,23 @@ class NonFiniteLocator(InstabilityMonitor):
         self._step.records.append(Record(copy_containers(batch), batch_idx, rng))
 
     @override
-    def on_before_backward(self, *_: Any) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         step, seen = self._step, self.recorder.newest_loss
         if step is None or seen is None:
             return
         step.backwards += 1
-        is_bad = torch.isfinite(seen).logical_not().float()
-        if step.scale is None:  # ranks replay together, so all must agree before the step
-            all_reduce_found_inf(is_bad)
+        losses = [seen]
+        if step.scale is None and trainer.world_size > 1:
+            # Ranks replay together, so all must agree before the step.
+            is_bad = all_reduce_found_inf(torch.isfinite(seen).logical_not().float())
+            losses.append(torch.where(is_bad > 0, torch.nan, seen))
         # Sent before the backward is queued, so that the host does not wait for the backward.
         take = partial(self._take_loss, step, len(step.records) - 1)
-        self.recorder.send(torch.stack([is_bad, seen]), take)
+        self.recorder.send(torch.stack(losses), take)
 
-    def _take_loss(self, step: _Step, index: int, array: npt.NDArray[Any]) -> None:
-        is_bad, loss = array.tolist()
-        step.records[index] = replace(step.records[index], loss=loss)
-        step.bad += [index] * bool(is_bad)
+    def _take_loss(self, step: _Step, index: int, losses: npt.NDArray[Any]) -> None:
+        step.records[index] = replace(step.records[index], loss=float(losses[0]))
+        step.bad += [index] * (not math.isfinite(losses[-1]))
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
@@ -200,10 +201,7 @@ class NonFiniteLocator(InstabilityMonitor):
             return False
         if seen is None or seen.signals is None:
             return False
-        norms: list[npt.NDArray[Any]] = []
-        self.recorder.send(seen.signals[1], norms.append)
-        self.recorder.drain()
-        if math.isfinite(norms[0]):
+        if math.isfinite(seen.signals[1]):
             return False
         # The norm of finite gradients may overflow, so count non-finite values.
         stats_NK = tensor_stats(seen.found.gradients)

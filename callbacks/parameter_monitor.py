@@ -103,9 +103,9 @@ class ParameterMonitor(SamplingMonitor):
     def observe(self, step: TrainingStep) -> Tensor | None:
         for key in [key for key, p in self._waiting.items() if p.grad is not None]:
             del self._waiting[key]
-        held = _parameters(step.optimizer)
+        held = _parameters(step.optimizer) if self.is_due(step.facts.step) else []
         parameters = [p for p in held if p.requires_grad]
-        if not parameters or not self.is_due(step.facts.step):
+        if not parameters:
             return None
         shards = [local_shard(p.detach()) for p in parameters]
         device = shards[0].device

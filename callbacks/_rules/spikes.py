@@ -147,7 +147,7 @@ def _taken(values_kn: Any, place_k1: Any) -> Any:
     """Return one value of every row."""
     if isinstance(values_kn, Tensor):
         return values_kn.gather(1, place_k1)[:, 0]
-    return np.take_along_axis(values_kn, place_k1, 1)[:, 0]
+    return values_kn[np.arange(len(values_kn)), place_k1[:, 0]]
 
 
 def is_slight(verdict: SignalVerdict, highest: Any) -> Any:

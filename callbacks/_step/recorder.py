@@ -282,27 +282,23 @@ class FactsRecorder(pl.Callback):
         home = torch.device("cpu") if root.type == "mps" else root  # MPS has no float64
         for each in pending:
             known = after if isinstance(after, float) else None
-            facts = replace(each.facts, skipped=skipped, next_loss_scale=known)
+            each.facts = replace(each.facts, skipped=skipped, next_loss_scale=known)
             if isinstance(after, Tensor):  # torch's scaler; reading it here would be a host sync
                 each.parts["next_loss_scale"] = after.detach().reshape(())
-            shapes = {key: tuple(part.shape) for key, part in each.parts.items()}
-            parts = [
-                p.detach().reshape(-1).to(home, non_blocking=True) for p in each.parts.values()
-            ]
+            flat = [p.detach().reshape(-1).to(home, non_blocking=True) for p in each.parts.values()]
             # `cat` promotes the dtypes of floats, but fp32 does not hold every integer.
-            sent = [part if part.is_floating_point() else part.double() for part in parts]
-            arrive = functools.partial(self._arrive, replace(each, facts=facts), shapes)
+            sent = [part if part.is_floating_point() else part.double() for part in flat]
+            arrive = functools.partial(self._arrive, each)
             self.send(torch.cat(sent) if sent else torch.zeros(0), arrive)
-        self.now = facts
+        self.now = each.facts
 
-    def _arrive(
-        self, pending: _Pending, shapes: dict[Any, tuple[int, ...]], array: npt.NDArray[Any]
-    ) -> None:
+    def _arrive(self, pending: _Pending, array: npt.NDArray[Any]) -> None:
         """Add the arrived numbers to the facts of their step and to samples."""
         facts, names, array = pending.facts, pending.names, array.astype(np.float64)
-        ends = np.cumsum([int(np.prod(shape)) for shape in shapes.values()], dtype=int)
-        split = zip(shapes.items(), np.split(array, ends), strict=False)
-        parts = {key: part.reshape(shape) for (key, shape), part in split}
+        parts, start = dict[Any, npt.NDArray[Any]](), 0
+        for key, sent in pending.parts.items():
+            parts[key] = array[start : start + sent.numel()].reshape(sent.shape)
+            start += sent.numel()
         known = {key: part.tolist() for key, part in parts.items() if isinstance(key, str)}
         if "signals" in known:
             loss, norm, index, largest, *of_ranks = known.pop("signals")
@@ -314,10 +310,9 @@ class FactsRecorder(pl.Callback):
             # torch's scaler lowers its scale, unless it is 0, at every overflow and only then.
             scale = known["loss_scale"]
             known["skipped"] = known["next_loss_scale"] < scale or scale == 0
-        facts = replace(facts, **known)
-        highest = max(self.highest_rates.get(facts.optimizer, 0.0), facts.lr or 0.0)
-        self.highest_rates[facts.optimizer] = highest
-        facts = self.newest = replace(facts, highest_lr=highest)
+        rates = self.highest_rates.get(facts.optimizer, 0.0), known.get("lr", facts.lr) or 0.0
+        self.highest_rates[facts.optimizer] = known["highest_lr"] = max(rates)
+        facts = self.newest = replace(facts, **known)
         if self.now is not None and self.now.step == facts.step:
             self.now = facts
         if not facts.skipped and facts.loss is not None and math.isfinite(facts.loss):

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_mp.callbacks._rules.records import StepFacts
+from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.precision._choice.module_selection import as_written
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
@@ -162,19 +164,15 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
     scale = loss_scale_of(trainer)
     # With torch's scaler, whose scale is a tensor, fused optimizers unscale in their step.
     inverse = scale.reciprocal() if isinstance(scale, Tensor) and is_fused(optimizer) else 1.0
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in held]
+    held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     if trainer.world_size > 1:
         # A rank may lack a gradient (empty shard, unused branch), but all must send the same rows.
-        gradients = [
-            p.detach().new_empty(0) if g is None and p.requires_grad else g
-            for p, g in zip(held, gradients, strict=True)
+        held = [
+            (p, p.detach().new_empty(0) if g is None and p.requires_grad else g) for p, g in held
         ]
-    known = [names.get(id(p)) or f"unnamed parameter {at}" for at, p in enumerate(held)]
-    if any(g is None for g in gradients):
-        chosen = [at for at, g in enumerate(gradients) if g is not None]
-        held, known = [held[at] for at in chosen], [known[at] for at in chosen]
-    return NamedTensors(known, [g for g in gradients if g is not None], held, inverse)
+    chosen = [(at, p, g) for at, (p, g) in enumerate(held) if g is not None]
+    known = [names.get(id(p)) or f"unnamed parameter {at}" for at, p, _ in chosen]
+    return NamedTensors(known, [g for _, _, g in chosen], [p for _, p, _ in chosen], inverse)
 
 
 def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Tensor:
@@ -207,31 +205,31 @@ def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | Non
 
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
     """Return the fp32 norm of each gradient; half-precision gradients are summed in fp32."""
-    shards = map(local_shard, gradients)
-    local = [shard.coalesce().values() if shard.is_sparse else shard for shard in shards]
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for row, shard in enumerate(local):
-        groups.setdefault((shard.device, shard.dtype), []).append(row)
-    device, parts = local[0].device, list[Tensor]()
-    for rows in groups.values():
-        norms = torch.stack([*_foreach_norms([local[row] for row in rows])])
-        parts.append(norms.to(device, torch.float32, non_blocking=True))
+    local = [
+        each.coalesce().values() if each.is_sparse else each for each in map(local_shard, gradients)
+    ]
+    groups: Any = _group_tensors_by_device_and_dtype([[*local]], with_indices=True)
+    device, parts, order = local[0].device, list[Tensor](), list[int]()
+    for (tensors,), rows in groups.values():
+        parts.append(_norms_of_group(tensors).to(device, torch.float32, non_blocking=True))
+        order += rows
     if len(parts) == 1:
         return parts[0]
-    order = [row for rows in groups.values() for row in rows]
-    by_row = dict(zip(order, torch.cat(parts).unbind(), strict=True))
-    return torch.stack([by_row[row] for row in range(len(local))])
+    norms = torch.cat(parts)
+    return torch.empty_like(norms).scatter_(0, send(torch.tensor(order), device), norms)
 
 
-def _foreach_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
+def _norms_of_group(gradients: list[Tensor]) -> Tensor:
     first = gradients[0]
+    if first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64):
+        # Small tensors share one call. For large ones, `dot` uses all cores and is more accurate.
+        small = [g for g in gradients if g.numel() < _LARGE]
+        if len(small) < len(gradients):
+            norms = iter(torch._foreach_norm(small, 2) if small else ())
+            each = (next(norms) if g.numel() < _LARGE else _norm_by_dot(g) for g in gradients)
+            return torch.stack([*each])
     in_fp32 = torch.float32 if first.dtype.itemsize < 4 else None
-    if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.float64):
-        return torch._foreach_norm(gradients, 2, dtype=in_fp32)
-    # Small tensors share one call. For large ones, `dot` uses all cores and is more accurate.
-    small = [g for g in gradients if g.numel() < _LARGE]
-    norms = iter(torch._foreach_norm(small, 2) if small else ())
-    return [next(norms) if g.numel() < _LARGE else _norm_by_dot(g) for g in gradients]
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=in_fp32))
 
 
 def _norm_by_dot(gradient: Tensor) -> Tensor:
