@@ -18,6 +18,8 @@ from lightning_mp.numerics.tensor_stats import StatField
 
 __all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules"]
 
+_TOGETHER = 2**18  # values that are measured together, so that few copies are held
+
 
 class OutputKey(NamedTuple):
     """Key of one row of a sample."""
@@ -43,6 +45,7 @@ class OutputSampler:
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
     _hooks: ExitStack = field(default_factory=ExitStack, init=False)  # the recorder's hooks
     _rows: dict[OutputKey, list[Tensor]] = field(default_factory=dict, init=False)
+    _waiting: list[tuple[OutputKey, Tensor]] = field(default_factory=list, init=False)
 
     def start(self, hooks: ExitStack) -> None:
         """Register the hooks; rows of earlier batches of the step are kept."""
@@ -59,10 +62,12 @@ class OutputSampler:
     def take(self) -> tuple[list[OutputKey], Tensor] | None:
         """Return the rows of `pack_stats` since the last call; `None` if there are none."""
         self._calls.clear()
+        if self._waiting:
+            self._measure()
         rows, self._rows = self._rows, {}
         if not rows:
             return None
-        return list(rows), torch.stack([merge_rows(torch.cat(each)) for each in rows.values()])
+        return list(rows), torch.stack([merge_rows(torch.stack(each)) for each in rows.values()])
 
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         for tensor in self._add(name, "activation", output):
@@ -92,8 +97,8 @@ class OutputSampler:
         wide = state_dtype(counts_2E.device)
         rows_EK = counts_2E.new_zeros(counts_2E.shape[1], len(StatField) + 1, dtype=wide)
         rows_EK[:, StatField.SUM_OF_SQUARES], rows_EK[:, -1] = counts_2E.to(wide)
-        for index, row_1K in enumerate(rows_EK.split(1)):
-            self._rows.setdefault(OutputKey(f"{name}[{index}]", "expert", wide), []).append(row_1K)
+        for index, row_K in enumerate(rows_EK):
+            self._rows.setdefault(OutputKey(f"{name}[{index}]", "expert", wide), []).append(row_K)
 
     def _add(self, name: str, kind: str, value: Any) -> list[Tensor]:
         """Add the tensors of a call and return them; return nothing after `max_calls` calls."""
@@ -105,9 +110,20 @@ class OutputSampler:
         # `pack_stats` calls about 200 functions; none of them must reach the mode.
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
-                row = pack_stats([tensor.detach()])
-                self._rows.setdefault(OutputKey(name, kind, tensor.dtype.to_real()), []).append(row)
+                size = sum(each.numel() for _, each in self._waiting) + tensor.numel()
+                # A tensor that waits is copied, because the model may change it in place.
+                held = tensor.detach().clone() if size < _TOGETHER else tensor.detach()
+                self._waiting.append((OutputKey(name, kind, tensor.dtype.to_real()), held))
+                if size >= _TOGETHER:
+                    self._measure()
         return tensors
+
+    def _measure(self) -> None:
+        """Measure the tensors that wait, together, because each call costs the host 0.1 ms."""
+        waiting, self._waiting = self._waiting, []
+        rows_NK = pack_stats([tensor for _, tensor in waiting])
+        for (key, _), row_K in zip(waiting, rows_NK, strict=True):
+            self._rows.setdefault(key, []).append(row_K)
 
 
 def eager_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
