@@ -231,16 +231,9 @@ def sweep(plan: Plan, visitor: Visitor, values: Tensor | None = None) -> Any:
     if plan.thresholds is not None:
         travelling += plan.thresholds.travelling
     for index, visit in enumerate(plan.exchange.visit(travelling, values)):
-        _visit_block(plan, visitor, visit, values is not None, index == 0)
+        of_block = None if values is None else visit.columns[-1]
+        visitor.block(ColumnBlock(plan, visit, visit.columns[0], of_block, index == 0))
     return visitor.home()
-
-
-# A function, so that the memory of a block is freed before the next one arrives.
-def _visit_block(
-    plan: Plan, visitor: Visitor, visit: Visit, has_values: bool, is_first: bool
-) -> None:
-    values = visit.columns[-1] if has_values else None
-    visitor.block(ColumnBlock(plan, visit, visit.columns[0], values, is_first))
 
 
 class OneRank(Exchange):
