@@ -278,7 +278,8 @@ def _refuse_what_differs(by_rank: Sequence[Facts], owner: str) -> None:
 def _gather(facts: Facts, device: torch.device, group: dist.ProcessGroup | None) -> list[Facts]:
     """Return the facts of all ranks in their order; the host waits for the other hosts."""
     readback = AsyncReadback()
-    with _beside(device):
+    is_cuda = device.type == "cuda"
+    with torch.cuda.stream(_stream_of(device)) if is_cuda else contextlib.nullcontext():
         mine = send(torch.tensor([int(fact) for fact in facts]), device)
         by_rank = mine.new_empty(dist.get_world_size(group) * len(mine))
         all_gather(by_rank, mine, group=group)
@@ -286,13 +287,6 @@ def _gather(facts: Facts, device: torch.device, group: dist.ProcessGroup | None)
     # Waits for the copy of these numbers only, not for the device.
     (arrived,) = readback.drain()
     return [Facts(*row) for row in arrived.array.reshape(-1, len(facts)).tolist()]
-
-
-def _beside(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context with a stream of its own as the current stream."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return torch.cuda.stream(_stream_of(device))
 
 
 @functools.cache

@@ -349,7 +349,8 @@ class Sketch:
             # 256 squared overflows in fp16.
             values_mF = rows.to(torch.promote_types(rows.dtype, torch.float32))
             # Random weights, because with equal weights changes that sum to 0 would cancel.
-            self._sum_m = (values_mF * _random_weights(values_mF)).sum(1)
+            weights_F = _standard_normal(values_mF.shape[1], values_mF.device)
+            self._sum_m = (values_mF * weights_F.to(values_mF.dtype)).sum(1)
             self._square_m = values_mF.square().sum(1)
 
     def difference(self, replayed: Tensor) -> Tensor:
@@ -365,10 +366,6 @@ class Sketch:
         difference = torch.where((other._sum_m == self._sum_m).all(), 0.0, difference.sqrt())
         difference = torch.nan_to_num(difference, nan=torch.inf, posinf=torch.inf)
         return torch.where(square.isfinite(), difference, 0.0).to(torch.float32)
-
-
-def _random_weights(values_mF: Tensor) -> Tensor:
-    return _standard_normal(values_mF.shape[1], values_mF.device).to(values_mF.dtype)
 
 
 # Bounded, because every new output width leaves a vector on the device.
