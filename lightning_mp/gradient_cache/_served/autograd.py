@@ -13,7 +13,6 @@ __all__ = [
     "attach_replay",
     "explore_graph",
     "grad_without_side_effects",
-    "zeros_for_hooks",
 ]
 
 _NO_SECOND_DERIVATIVE = (
@@ -155,6 +154,7 @@ class GradientSums:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
         self._sums: list[Tensor | None] = [None] * len(tensors)
         self._dtypes: list[torch.dtype] = [tensor.dtype for tensor in tensors]
         self._is_copy = [False] * len(tensors)
@@ -185,9 +185,14 @@ class GradientSums:
 
     def totals(self) -> list[Tensor | None]:
         """Return the sums, in the dtype of the gradients."""
-        return [
+        totals = [
             None if total is None else total.to(dtype)
             for total, dtype in zip(self._sums, self._dtypes, strict=True)
+        ]
+        # Hooks do not accept `None`.
+        return [
+            torch.zeros_like(tensor) if total is None and tensor._backward_hooks else total
+            for tensor, total in zip(self._tensors, totals, strict=True)
         ]
 
 
@@ -240,14 +245,6 @@ def hooks_disabled(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hooks, kept in held:
             hooks.update(kept)
-
-
-def zeros_for_hooks(leaves: list[Tensor], totals: list[Tensor | None]) -> list[Tensor | None]:
-    """Replace missing gradients of leaves with hooks by zeros, as hooks do not accept `None`."""
-    return [
-        torch.zeros_like(leaf) if total is None and leaf._backward_hooks else total
-        for leaf, total in zip(leaves, totals, strict=True)
-    ]
 
 
 def sequence_number() -> int:

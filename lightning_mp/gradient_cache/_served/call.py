@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.gradient_cache._served.arguments import Arguments
-from lightning_mp.gradient_cache._served.autograd import (
-    GradientSums,
-    TrainedLeaves,
-    zeros_for_hooks,
-)
+from lightning_mp.gradient_cache._served.autograd import GradientSums, TrainedLeaves
 from lightning_mp.gradient_cache._served.config import CacheConfig
 from lightning_mp.gradient_cache._served.micro_batches import MicroBatches, SharedWriteError
 from lightning_mp.gradient_cache._served.outputs import Outputs, Sketch, check_no_tangents
@@ -233,8 +229,7 @@ class TowerCall:
             RuntimeError: A parameter or an input changed since the call.
         """
         self._check_unchanged()
-        wanted = list(self.trained.leaves.values())
-        sums = GradientSums(wanted)
+        sums = GradientSums([*self.trained.leaves.values()])
         input_grads: list[Tensor | None] = [None] * len(self.inputs)
         differences: list[Tensor] = []
         with undisturbed(self.device, self._module):
@@ -269,7 +264,7 @@ class TowerCall:
                 sums.add(gradients[len(inputs) :])
                 if inputs:
                     self._add_input_grads(input_grads, gradients, rows)
-            gradients = [*input_grads, *zeros_for_hooks(wanted, sums.totals())]
+            gradients = [*input_grads, *sums.totals()]
         return self._result(gradients, differences, cotangents)
 
     def _result(
@@ -283,13 +278,9 @@ class TowerCall:
             used = (*cotangents, *self.trained.leaves.values())
             dtypes = {x.dtype for x in used if x is not None}
             tolerance = rounding_noise(dtypes | self._autocast_dtypes, self.device)
-        unused, used_bytes = {}, 0
         sizes = zip(cotangents, self.outputs.names, self._bytes, strict=True)
-        for cotangent, name, size in sizes:
-            if cotangent is None:
-                unused[name] = size
-            else:
-                used_bytes += size
+        unused = {name: size for cotangent, name, size in sizes if cotangent is None}
+        used_bytes = sum(self._bytes) - sum(unused.values())
         # A single number needs a single copy to the host.
         difference = torch.stack(differences).max() if differences else None
         return Replayed(gradients, difference, tolerance, unused, used_bytes)
