@@ -87,13 +87,8 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
         # A bias shifts all logits alike and has no effect, but its NaN and inf must not vanish.
         loss = loss + 0.0 * bias.to(loss.dtype).reshape(())
         d_bias = 0.0 * loss
-    gradients = [
-        result.d_image_bD,
-        result.d_text_nD,
-        result.d_scale,
-        d_bias,
-        result.d_negatives_bkD,
-    ]
+    d_features = result.d_image_bD, result.d_text_nD
+    gradients = [*d_features, result.d_scale, d_bias, result.d_negatives_bkD]
     if pairing is not None:
         pairing.restore(gradients)
     # Other ranks may need gradients that this rank does not.
@@ -126,11 +121,9 @@ def _fake(*values: Any) -> tuple[Tensor, ...]:
     wide, state = accumulation_dtype(image_bD.dtype), state_dtype(image_bD.device)
 
     def empty(is_there: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return (
-            image_bD.new_empty(shape, dtype=dtype)
-            if is_there
-            else image_bD.new_empty(0, dtype=wide)
-        )
+        if is_there:
+            return image_bD.new_empty(shape, dtype=dtype)
+        return image_bD.new_empty(0, dtype=wide)
 
     of_image, of_text, of_scale, of_bias, of_negatives = request.needs_grad
     return (

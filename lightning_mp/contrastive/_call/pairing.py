@@ -124,9 +124,8 @@ def _pair_up(positives: Tensor, n: int, device: torch.device) -> Pairing:
     image_order = np.concatenate([np.flatnonzero(own >= 0), np.flatnonzero(own < 0)])
     text_order = np.concatenate([own[own >= 0], np.flatnonzero(~is_taken)])
     images_e, places = np.nonzero(named_bk >= 0)
-    pairs_e = np.unique(
-        images_e * n + named_bk[images_e, places]
-    )  # a text that is named twice counts once
+    # A text that is named twice counts once.
+    pairs_e = np.unique(images_e * n + named_bk[images_e, places])
     # The inverse of an order maps old places to new ones.
     places_b, places_n = np.argsort(image_order), np.argsort(text_order)
 

@@ -138,12 +138,9 @@ class Request:
         if not torch.compiler.is_compiling():  # Dynamo cannot trace the check
             _check_derivatives(owner, image, text, scale)
         # Other dtypes are left to the checks, which refuse them on all ranks.
-        are_floats = isinstance(image, Tensor) and isinstance(text, Tensor)
-        if (
-            are_floats
-            and image.dtype != text.dtype
-            and {image.dtype, text.dtype} <= {*FLOAT_DTYPES}
-        ):
+        are_tensors = isinstance(image, Tensor) and isinstance(text, Tensor)
+        is_mixed = are_tensors and image.dtype != text.dtype
+        if is_mixed and {image.dtype, text.dtype} <= {*FLOAT_DTYPES}:
             # Gradients still have the dtypes of the inputs.
             dtype = torch.promote_types(image.dtype, text.dtype)
             image, text = image.to(dtype), text.to(dtype)

@@ -139,11 +139,8 @@ class Gradients:
         if self._text is not None:
             part_mD = self._text.empty(block.text_mD, block.plan.dtype)
         logits = block.logits(block.plan.request.image, block.text_mD, self._stored)
-        lses, gradients = (
-            Vectors(self._row_lse_b, block.values),
-            Derivatives(self._image_bD, part_mD),
-        )
-        block.plan.tiles.grad_sweep(logits, lses, gradients)
+        lses = Vectors(self._row_lse_b, block.values)
+        block.plan.tiles.grad_sweep(logits, lses, Derivatives(self._image_bD, part_mD))
         if self._text is not None and part_mD is not None:
             self._text.add(part_mD)
 

@@ -217,9 +217,8 @@ def thresholded_sums(tile: Tile, thresholds: Thresholds, dtype: torch.dtype) -> 
 
     The first buffer holds the logits and is overwritten.
     """
-    by_row_rc, by_column_rc = _above_thresholds(
-        tile, thresholds
-    )  # before the logits are overwritten
+    # Before the logits are overwritten.
+    by_row_rc, by_column_rc = _above_thresholds(tile, thresholds)
     tile.mask(tile.logits_rc, -torch.inf)
     row_rc = tile.spare_rc.copy_(tile.logits_rc).masked_fill_(by_row_rc, -torch.inf)
     column_rc = tile.logits_rc.masked_fill_(by_column_rc, -torch.inf)
@@ -254,15 +253,13 @@ def _above_thresholds(tile: Tile, thresholds: Thresholds) -> tuple[Tensor, Tenso
     if thresholds.guides is not None:
         left, right = (guides.to(dtype) for guides in thresholds.guides)
         guided_rc = torch.mm(left, right.T, out=tile.spare_rc)
-        return guided_rc > thresholds.rows_b[:, None].to(
-            dtype
-        ), guided_rc > thresholds.columns_m.to(dtype)
+        by_row_rc = guided_rc > thresholds.rows_b[:, None].to(dtype)
+        return by_row_rc, guided_rc > thresholds.columns_m.to(dtype)
+    limits = ((x * scale).to(dtype) for x in (thresholds.rows_b[:, None], thresholds.columns_m))
     by_row_rc, by_column_rc = (
         # A negative scale reverses the order. NaN exceeds no threshold and remains.
         torch.where(scale < 0, tile.logits_rc < limit, tile.logits_rc > limit)
-        for limit in (
-            (x * scale).to(dtype) for x in (thresholds.rows_b[:, None], thresholds.columns_m)
-        )
+        for limit in limits
     )
     return by_row_rc, by_column_rc
 

@@ -206,16 +206,14 @@ class TorchTiles(TileBackend):
             shape = (rows.stop - rows.start, columns.stop - columns.start)
             logits_rc, spare_rc = buffers[:, : shape[0] * shape[1]].view(2, *shape)
             offset = None if diagonal is None else diagonal + rows.start - columns.start
-            own_rows = slice(
-                max(positives.start - rows.start, 0), max(positives.stop - rows.start, 0)
-            )
+            first, last = (max(at - rows.start, 0) for at in (positives.start, positives.stop))
             values = None if stored is None else stored.take(HEADER + shape[0] * shape[1])
-            stored_tile = (
-                None if values is None else StoredTile(values[0], values[HEADER:].view(shape))
-            )
+            stored_tile = None
+            if values is not None:
+                stored_tile = StoredTile(values[0], values[HEADER:].view(shape))
             yield Tile(
                 rows, columns, scaled_rD, columns_mD[columns].to(dtype), logits_rc, spare_rc,
-                offset, own_rows, stored_tile,
+                offset, slice(first, last), stored_tile,
                 None if ids is None else ids.block(rows, columns),
                 None if thresholds is None else thresholds.block(rows, columns), log2_scale,
             )  # fmt: skip

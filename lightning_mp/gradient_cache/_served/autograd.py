@@ -169,9 +169,7 @@ class GradientSums:
             self._dtypes[index] = gradient.dtype
             total = self._sums[index]
             if total is None:
-                self._sums[index] = (
-                    gradient  # not ours: autograd may return one tensor for two inputs
-                )
+                self._sums[index] = gradient  # autograd may return one tensor for two inputs
             elif not self._is_copy[index] or total.is_sparse or gradient.is_sparse:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 self._sums[index] = total.to(wide) + gradient

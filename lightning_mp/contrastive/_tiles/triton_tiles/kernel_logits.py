@@ -101,12 +101,11 @@ class KernelLogits:
                 offset = None
                 if diagonal is not None and has_positives:
                     offset = diagonal + rows.start - left
+                limits = None if thresholds is None else thresholds.block(rows, columns)
                 yield Block(
                     rows, columns, self.products.rows(rows_bD[rows]), column_operand, offset,
                     None if ids is None else ids.block(rows, columns),
-                    None
-                    if thresholds is None
-                    else self._thresholds(thresholds.block(rows, columns)),
+                    None if limits is None else self._thresholds(limits),
                     self.stored_rm[rows, columns] if rows.start < most_stored else None,
                     # Each row is first visited with the first columns, and vice versa.
                     RowsColumns(fresh.rows and left == 0, fresh.columns and rows.start == 0),

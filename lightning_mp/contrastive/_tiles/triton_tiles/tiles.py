@@ -131,14 +131,11 @@ class TritonTiles(TileBackend):
                 is_bare = maxima is None and logits.ids is None
                 config = self._choose("lse", kernel_logits, try_out if is_bare else None)
             else:
-                arch, width = self._arch(logits.rows_bD.device), logits.rows_bD.shape[1]
                 config = find_threshold_config(
-                    arch,
-                    kernel_logits.precision.operand,
-                    width,
-                    has_ids=logits.ids is not None,
+                    self._arch(logits.rows_bD.device), kernel_logits.precision.operand,
+                    logits.rows_bD.shape[1], has_ids=logits.ids is not None,
                     has_guides=kernel_logits.guides is not None,
-                )
+                )  # fmt: skip
             # Only partial sums of tiles are written, no block of logits.
             bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
             for block in kernel_logits.blocks(self._block(kernel_logits, bytes_per_value)):
@@ -160,26 +157,23 @@ class TritonTiles(TileBackend):
         with launching_on(device):
             # With thresholds, a column may include a logit above all that its row includes, so one
             # power per element is not accurate for both.
-            products = (
-                len(logits.rows_bD) - len(kernel_logits.stored_rm)
-            ) * logits.columns_mD.numel()
-            is_wide = logits.thresholds is not None or products <= _HOST_BOUND
+            rows = len(logits.rows_bD) - len(kernel_logits.stored_rm)
+            is_host_bound = rows * logits.columns_mD.numel() <= _HOST_BOUND
+            is_wide = logits.thresholds is not None or is_host_bound
             factors = SoftmaxFactors.of(
                 lses, logits.scale, kernel_logits.precision.softmax_exponent, always_wide=is_wide
             )  # fmt: skip
-            log2_scale = (
-                kernel_logits.log2_scale()
-                if kernel_logits.precision.is_split
-                else factors.log2_scale
-            )
+            log2_scale = factors.log2_scale
+            if kernel_logits.precision.is_split:
+                log2_scale = kernel_logits.log2_scale()
             shape = self._softmax_block(kernel_logits)
             # Shared by all blocks, which the stream processes one after the other.
             workspace = Workspace(shape, kernel_logits.precision, device)
             configs = [] if is_wide else [self._choose("softmax", kernel_logits, write, shape)]
             configs.append(self._choose("softmax_wide", kernel_logits))
-            of_stored = (
-                [self._stored_configs(kernel_logits)[1]] if len(kernel_logits.stored_rm) > 0 else []
-            )
+            of_stored = []
+            if len(kernel_logits.stored_rm) > 0:
+                of_stored = [self._stored_configs(kernel_logits)[1]]
             for block in kernel_logits.blocks(shape):
                 weights = write(block, *(configs if block.stored_nc is None else of_stored))
                 weights.add_products(block, gradients)
@@ -194,10 +188,8 @@ class TritonTiles(TileBackend):
     ) -> None:
         """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
         kernel_logits = KernelLogits.of(logits, self.tile_dtype)
-        log2_scale, log2_bias = (
-            kernel_logits.log2_scale(),
-            (bias.double() * _LOG2_E).float().reshape(1),
-        )
+        log2_scale = kernel_logits.log2_scale()
+        log2_bias = (bias.double() * _LOG2_E).float().reshape(1)
         with launching_on(bias.device):
             shape = self._softmax_block(kernel_logits)
             workspace = Workspace(shape, kernel_logits.precision, bias.device)
