@@ -18,6 +18,7 @@ from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import TrainingStep, norms_of, parameter_names
 from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.tensor_stats import local_shard
+from lightning_mp.precision._weights.ledger import parameters_of
 
 __all__ = ["ParameterMonitor"]
 
@@ -92,7 +93,7 @@ class ParameterMonitor(SamplingMonitor):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        held = {id(p): p for each in trainer.optimizers for p in _parameters(each)}
+        held = {id(p): p for each in trainer.optimizers for p in parameters_of(each)}
         names = parameter_names(pl_module)
         trained = [p for p in pl_module.parameters() if p.requires_grad]
         self._waiting = dict(held)
@@ -103,7 +104,7 @@ class ParameterMonitor(SamplingMonitor):
     def observe(self, step: TrainingStep) -> Tensor | None:
         for key in [key for key, p in self._waiting.items() if p.grad is not None]:
             del self._waiting[key]
-        held = _parameters(step.optimizer) if self.is_due(step.facts.step) else []
+        held = [*parameters_of(step.optimizer)] if self.is_due(step.facts.step) else []
         parameters = [p for p in held if p.requires_grad]
         if not parameters:
             return None
@@ -189,7 +190,3 @@ class ParameterMonitor(SamplingMonitor):
             found = Verdict("not_optimized", len(spare), 0, tensor=spare[0], tags=tags)
             verdicts.append(replace(found, numbers=numbers))
         return verdicts
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -40,6 +40,7 @@ from lightning_mp.callbacks._step.training_state import (
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.floats import VALUE_DTYPES
 from lightning_mp.precision._choice.module_selection import as_written
+from lightning_mp.precision._weights.ledger import parameters_of
 
 __all__ = ["TensorCollector"]
 
@@ -194,8 +195,8 @@ class TensorCollector(SamplingMonitor):
             self._add_states(step.optimizer)
 
     def _add_states(self, optimizer: Optimizer) -> None:
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        states = {p: optimizer.state.get(p, {}) for p in stepped if id(p) in self._names}
+        stepped = (p for p in parameters_of(optimizer) if id(p) in self._names)
+        states = {p: optimizer.state.get(p, {}) for p in stepped}
         # All parameters have the same rows, because a rank without a shard has no state.
         kinds = {
             kind: None

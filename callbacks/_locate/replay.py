@@ -29,6 +29,7 @@ from lightning_mp.callbacks._words.non_finite import CAUSES
 from lightning_mp.numerics.floats import VALUE_DTYPES, accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
+from lightning_mp.precision._weights.ledger import parameters_of
 
 __all__ = ["Record", "find_in_batches", "gather_objects", "replay", "restored_training"]
 
@@ -70,18 +71,17 @@ def find_in_batches(
     step = trainer.lightning_module.training_step
     if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
         return 0, 0, NonFiniteSource(source="failed", text=CAUSES["no_replay"])
-    inexact = ""
+    inexact, replayed = "", partial(_replayed_findings, trainer, steps, near)
     for index, record in enumerate(records):
-        findings_at = partial(_replayed_findings, trainer, record, steps, near)
-        for rank, (finding, _, difference) in enumerate(findings_at(scale)):
+        for rank, (finding, _, difference) in enumerate(replayed(record, scale)):
             inexact = inexact or difference
             if finding is None:
                 continue
-            outlier = _outlier(trainer, record, steps, near, scale, finding)
+            outlier = _outlier(trainer, record, finding, lambda calm: replayed(calm, scale))
             if outlier is not None:
                 rank, finding = outlier
             elif finding.source == "backward" and scale is not None:
-                rank, finding = _at_lower_scales(findings_at, rank, finding, scale)
+                rank, finding = _at_lower_scales(partial(replayed, record), rank, finding, scale)
             return index, rank, replace(finding, text=f"{finding.text} {difference}".rstrip())
     nowhere = CAUSES["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
     return 0, 0, NonFiniteSource(source="nowhere", text=f"{nowhere} {inexact}".rstrip())
@@ -93,10 +93,8 @@ _FAR = 100.0  # times the 99.9% quantile of magnitudes: no distribution of data 
 def _outlier(
     trainer: pl.Trainer,
     record: Record,
-    steps: int,
-    near: float,
-    scale: float | None,
     finding: NonFiniteSource,
+    findings_of: Callable[[Record], list[_Seen]],
 ) -> tuple[int, NonFiniteSource] | None:
     """Return rank and finding if a few huge values in the batch are the cause; a collective."""
     huge: tuple[str, float, float] | None = None
@@ -115,7 +113,7 @@ def _outlier(
     rank = next((rank for rank, each in enumerate(found) if each is not None), None)
     if rank is None or finding.source not in ("forward", "backward"):
         return None
-    again = _replayed_findings(trainer, replace(record, batch=calm, loss=None), steps, near, scale)
+    again = findings_of(replace(record, batch=calm, loss=None))
     if any(each is not None for each, _, _ in again):
         return None
     name, amax, usual = found[rank]
@@ -161,7 +159,7 @@ def _at_lower_scales(
 
 
 def _replayed_findings(
-    trainer: pl.Trainer, record: Record, steps: int, near: float, scale: float | None
+    trainer: pl.Trainer, steps: int, near: float, record: Record, scale: float | None
 ) -> list[_Seen]:
     """Replay a batch; return finding, headroom and `_difference` of every rank."""
     try:
@@ -273,9 +271,8 @@ def restored_training(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
 
 def _all_parameters(trainer: pl.Trainer) -> list[Tensor]:
     """Return the parameters of the model and of its optimizers."""
-    stepped = [g["params"] for opt in trainer.optimizers for g in opt.param_groups]
-    own = list(trainer.lightning_module.parameters())
-    return list(dict.fromkeys([*own, *(p for group in stepped for p in group)]))
+    stepped = (p for each in trainer.optimizers for p in parameters_of(each))
+    return [*dict.fromkeys([*trainer.lightning_module.parameters(), *stepped])]
 
 
 def _hold_steps(

@@ -110,9 +110,7 @@ class FactsRecorder(pl.Callback):
         """Judge the steps that have arrived."""
         # On a GPU, copies may be ready on one rank and pending on another. Lightning has waited for
         # the device at the start of the batch, so `drain` does not wait.
-        if self._is_lockstep:
-            self.drain()
-        for each in self._readback.ready():
+        for each in self._readback.drain() if self._is_lockstep else self._readback.ready():
             each.context["receive"](each.array)
         self.deliver()
 

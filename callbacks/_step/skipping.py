@@ -12,6 +12,7 @@ from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.optim.safe_adamw import SafeAdamW
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._scaling.step_control import HeldSchedule, hold_global_step
+from lightning_mp.precision._weights.ledger import parameters_of
 
 __all__ = ["StepSkipper"]
 
@@ -62,9 +63,8 @@ class StepSkipper:
                 rank_zero_warn(usage("skip_sync", optimizer=type(optimizer).__name__))
             if flag.item() != 0:
                 # Without gradients, no optimizer changes weights or states.
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.grad = None
+                for parameter in parameters_of(optimizer):
+                    parameter.grad = None
                 self._hold(trainer)
 
     def _hold(self, trainer: pl.Trainer) -> None:

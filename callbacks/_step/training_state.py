@@ -15,9 +15,10 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.numerics.async_readback import send
-from lightning_mp.numerics.tensor_stats import local_shard
+from lightning_mp.numerics.tensor_stats import flat_values, local_shard
 from lightning_mp.precision._choice.module_selection import as_written
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
+from lightning_mp.precision._weights.ledger import parameters_of
 
 __all__ = [
     "Moment",
@@ -164,7 +165,7 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
     scale = loss_scale_of(trainer)
     # With torch's scaler, whose scale is a tensor, fused optimizers unscale in their step.
     inverse = scale.reciprocal() if isinstance(scale, Tensor) and is_fused(optimizer) else 1.0
-    held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    held = [(p, p.grad) for p in parameters_of(optimizer)]
     if trainer.world_size > 1:
         # A rank may lack a gradient (empty shard, unused branch), but all must send the same rows.
         held = [
@@ -233,9 +234,5 @@ def _norms_of_group(gradients: list[Tensor]) -> Tensor:
 
 
 def _norm_by_dot(gradient: Tensor) -> Tensor:
-    values = gradient
-    if not gradient.is_contiguous():
-        # The values in the order of memory, copied only if there are gaps.
-        values = gradient.permute(sorted(range(gradient.ndim), key=gradient.stride, reverse=True))
-    values = values.reshape(-1)
+    values = flat_values(gradient)
     return torch.dot(values, values).sqrt_()

@@ -20,6 +20,7 @@ __all__ = [
     "TensorStats",
     "count_non_finite",
     "first_non_finite",
+    "flat_values",
     "local_shard",
     "stored_numels",
     "stored_values",
@@ -114,7 +115,7 @@ def tensor_stats(
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     values = []
     for index, tensor in enumerate(tensors):
-        flat = _flat(_checked(stored_values(local_shard(tensor)), index))
+        flat = flat_values(_checked(stored_values(local_shard(tensor)), index))
         values.append(flat)
         # Grouped by the dtype of sums: fp16, bf16 and fp32 share batches, float64 does not.
         groups.setdefault((flat.device, accumulation_dtype(flat.dtype)), []).append(index)
@@ -185,7 +186,7 @@ def _checked(tensor: Tensor, index: int) -> Tensor:
     return tensor
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat_values(tensor: Tensor) -> Tensor:
     """Return all values in memory order; copy only non-dense tensors."""
     values = tensor.detach()
     # Statistics ignore the order of values, so transposed or channels-last tensors need no copy.

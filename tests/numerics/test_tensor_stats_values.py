@@ -141,7 +141,7 @@ def test_layout_of_memory_does_not_matter() -> None:
 def test_dense_tensors_are_not_copied_whatever_their_strides() -> None:
     base = torch.randn(6, 5, 4, 3)
     for tensor in (base, base.permute(3, 1, 0, 2), base[2:4].transpose(1, 2)):
-        assert stats_module._flat(tensor).data_ptr() == tensor.data_ptr()
+        assert stats_module.flat_values(tensor).data_ptr() == tensor.data_ptr()
 
 
 @pytest.mark.parametrize(("bound", "count"), [(math.inf, 2), (math.nan, 0), (0.0, 0)])
