@@ -157,8 +157,8 @@ class ParameterMonitor(SamplingMonitor):
                 numel=int(sums_NK[at, _NUMEL]),
                 weight_norm=float(np.sqrt(sums_NK[at, _SQUARES])),
                 gradient_norm=float(np.sqrt(sums_NK[at, _GRADIENT])),
-                has_gradient=any_NK[at, _HAS] > 0,
-                had_gradient=any_NK[at, _HAD] > 0,
+                has_gradient=bool(any_NK[at, _HAS] > 0),
+                had_gradient=bool(any_NK[at, _HAD] > 0),
                 is_changed=None
                 if np.isnan(sums_NK[at, _CHANGED]) or not context["is_wide"][at]
                 else bool(sums_NK[at, _CHANGED] > 0),

@@ -1,5 +1,6 @@
 """Helpers for runs of real models: a module that generates its data, precisions, monitors."""
 
+import io
 import math
 import statistics
 import tempfile
@@ -180,6 +181,14 @@ class Outcome:
         return not self.error and math.isfinite(self.measured) and self.measured < self.bound
 
 
+def _check_states(monitors: Sequence[InstabilityMonitor]) -> None:
+    """Raise if `torch.load(weights_only=True)` refuses the state of a monitor."""
+    file = io.BytesIO()
+    torch.save({type(monitor).__name__: monitor.state_dict() for monitor in monitors}, file)
+    file.seek(0)
+    torch.load(file, weights_only=True)
+
+
 def train(
     model: Learner,
     plugin: Any = None,
@@ -187,7 +196,7 @@ def train(
     often: dict[str, int] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Train a model under all monitors and return the outcome.
+    """Train a model under all monitors and return the outcome; check states for checkpoints.
 
     Args:
         model: The model.
@@ -209,6 +218,7 @@ def train(
             trainer.fit(model)
         except (FloatingPointError, RuntimeError, ValueError) as exception:
             error = f"{type(exception).__name__}: {exception}"
+    _check_states(monitors)
     alarms = sorted((a for m in monitors for a in m.alarms), key=lambda alarm: alarm.step)
     measured, bound = model.progress() if model.losses else (math.nan, math.nan)
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
