@@ -185,8 +185,9 @@ class InstabilityMonitor(Learning, pl.Callback):
             kind=verdict.kind,
             severity=verdict.severity,
             tensor=verdict.tensor,
-            value=verdict.value,
-            threshold=verdict.threshold,
+            # numpy numbers in a checkpoint would be arbitrary objects.
+            value=None if verdict.value is None else float(verdict.value),
+            threshold=None if verdict.threshold is None else float(verdict.threshold),
             message=message,
             remedy=remedy,
             batch_path=None if keeper is None else keeper.save(trainer, facts),
