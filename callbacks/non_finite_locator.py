@@ -201,7 +201,10 @@ class NonFiniteLocator(InstabilityMonitor):
             return False
         if seen is None or seen.signals is None:
             return False
-        if math.isfinite(seen.signals[1]):
+        norms: list[npt.NDArray[Any]] = []
+        self.recorder.send(seen.signals[1], norms.append)
+        self.recorder.drain()
+        if math.isfinite(norms[0]):
             return False
         # The norm of finite gradients may overflow, so count non-finite values.
         stats_NK = tensor_stats(seen.found.gradients)
