@@ -17,10 +17,10 @@ from lightning_mp.callbacks._rules.outputs import ExpertRule, LogitRule
 from lightning_mp.callbacks._rules.ranges import GrowthRule, UnderflowJudge
 from lightning_mp.callbacks._rules.records import Sample, Verdict, first_of_each_kind
 from lightning_mp.callbacks._step.outputs import OutputKey, OutputSampler, blocks_in, eager_modules
-from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
+from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks
 from lightning_mp.callbacks._step.training_state import Moment, TrainingStep, step_of
 from lightning_mp.callbacks._words.usage import usage
-from lightning_mp.numerics.floats import VALUE_DTYPES, state_dtype
+from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats
 from lightning_mp.precision._choice.module_selection import as_written, select_modules, select_norms
 from lightning_mp.precision.inf_clamp import InfClamp
@@ -131,34 +131,21 @@ class ActivationRangeMonitor(SamplingMonitor):
 
     @override
     def observe(self, step: TrainingStep) -> Tensor | None:
-        sampled = self._sampler.take()
-        if sampled is None:
-            return None
-        keys, table = sampled
-        state = self._state(step)
-        if state:
-            # To one device, because a model may lie on several devices.
-            rows = pack_stats([each.detach().to(table.device) for each in state.values()])
-            keys, table = [*keys, *state], torch.cat([table, rows])
+        sampled = self._sampler.take(self._state(step))
         # Ranks see different data, so a single rank may be near overflow.
-        return step.gather(table, keys=keys)
+        return None if sampled is None else step.gather(sampled[1], keys=sampled[0])
 
-    def _state(self, step: TrainingStep) -> dict[OutputKey, Tensor]:
-        """Return the buffers, the loss, and the numbers of clamped values."""
-        state = {
-            OutputKey(as_written(name), "buffer", buffer.dtype.to_real()): buffer
-            for name, buffer in step.trainer.lightning_module.named_buffers()
-            if buffer.dtype in VALUE_DTYPES and buffer.numel()
-        }
+    def _state(self, step: TrainingStep) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield name, kind and value of buffers, of the loss, and of counts of clamped values."""
+        for name, buffer in step.trainer.lightning_module.named_buffers():
+            yield as_written(name), "buffer", buffer
         if step.loss is not None:
-            state[OutputKey("loss", "loss", torch.float32)] = step.loss
+            yield "loss", "loss", step.loss
         clamp = getattr(step.trainer.precision_plugin, "inf_clamp", None)
         if isinstance(clamp, InfClamp) and clamp.names:
             counts = clamp.counts()
-            wide = state_dtype(counts.device)
-            for name, count in zip(clamp.names, counts.to(wide), strict=True):
-                state[OutputKey(name, "clamped", wide)] = count
-        return state
+            for name, count in zip(clamp.names, counts.to(state_dtype(counts.device)), strict=True):
+                yield name, "clamped", count
 
     @override
     def judge(self, sample: Sample) -> list[Verdict]:

@@ -1,7 +1,7 @@
 """Statistics of the outputs of modules, and of functions that they call, in a sampled step."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,14 +59,20 @@ class OutputSampler:
         if self.callers and (self.modules or self.norms):
             hooks.enter_context(FunctionMode(self.callers, self._add_function))
 
-    def take(self) -> tuple[list[OutputKey], Tensor] | None:
-        """Return the rows of `pack_stats` since the last call; `None` if there are none."""
-        self._calls.clear()
-        if self._waiting:
-            self._measure()
-        rows, self._rows = self._rows, {}
-        if not rows:
+    def take(
+        self, state: Iterable[tuple[str, str, Tensor]] = ()
+    ) -> tuple[list[OutputKey], Tensor] | None:
+        """Return the rows of `pack_stats` since the last call; `None` if there are none.
+
+        If there are, the tensors of `state`, with their names and kinds, are measured too.
+        """
+        if not self._rows and not self._waiting:
             return None
+        for name, kind, tensor in state:
+            self._add(name, kind, tensor)
+        self._calls.clear()
+        self._measure()
+        rows, self._rows = self._rows, {}
         return list(rows), torch.stack([merge_rows(torch.stack(each)) for each in rows.values()])
 
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
