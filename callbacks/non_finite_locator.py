@@ -113,8 +113,8 @@ class NonFiniteLocator(InstabilityMonitor):
         if self.replays >= self.max_replays:
             self._forget()
             return
-        facts, is_manual = facts_of(trainer, batch_idx), _is_manual(trainer)
-        if self._step is None or self._step.facts.step != facts.step or is_manual:
+        facts = self.recorder.now or facts_of(trainer, batch_idx)
+        if self._step is None or self._step.facts.step != facts.step or _is_manual(trainer):
             scale = loss_scale_of(trainer)
             # Cloned for the replay, because the scaler updates the scale in place.
             scale = scale.clone() if isinstance(scale, Tensor) else scale
@@ -139,7 +139,7 @@ class NonFiniteLocator(InstabilityMonitor):
         self.recorder.send(torch.stack(losses), take)
 
     def _take_loss(self, step: _Step, index: int, losses: npt.NDArray[Any]) -> None:
-        step.records[index] = replace(step.records[index], loss=float(losses[0]))
+        step.records[index].loss = float(losses[0])
         step.bad += [index] * (not math.isfinite(losses[-1]))
 
     @override

@@ -40,7 +40,7 @@ _METRIC = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced
 _Seen = tuple[NonFiniteSource | None, float, str]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Record:
     """Everything that is needed to replay a batch."""
 
