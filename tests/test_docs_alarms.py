@@ -69,6 +69,7 @@ def test_page_lists_every_planted_failure_with_its_step_and_remedy() -> None:
     listed = [(name, start, step, remedy) for name, start, step, _, _, remedy in rows]
     planted = [(each.name, str(each.from_step), str(each.step), each.cure) for each in FAILURES]
     assert listed == planted
+    assert f"causes {len(FAILURES)} failures" in PAGE
 
 
 _NONE = History()  # for callbacks that are not monitors
