@@ -4,12 +4,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_mp.callbacks._step.recorder import recorder_of
 from lightning_mp.callbacks._step.training_state import is_fused, scaler_of
 from lightning_mp.callbacks._words.usage import usage
-from lightning_mp.optim.safe_adamw import SafeAdamW
+from lightning_mp.optim.found_inf import takes_found_inf
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._scaling.step_control import HeldSchedule, hold_global_step
 from lightning_mp.precision._weights.ledger import parameters_of
@@ -44,7 +44,7 @@ class StepSkipper:
             flag = torch.ones((), device=trainer.strategy.root_device)
         if isinstance(plugin, ScaledPrecision):  # skips on the device, together with overflows
             plugin.request_skip(flag)
-        elif self._takes_found_inf(optimizer):
+        elif takes_found_inf(optimizer):
             if optimizer not in self._seen:
                 self._seen.add(optimizer)
                 hooks = recorder_of(trainer).step_hooks
@@ -70,15 +70,6 @@ class StepSkipper:
     def _hold(self, trainer: pl.Trainer) -> None:
         self._held = True
         hold_global_step(trainer.lightning_module)
-
-    def _takes_found_inf(self, optimizer: Optimizer) -> bool:
-        if isinstance(optimizer, SafeAdamW):
-            return True
-        if not is_fused(optimizer):
-            return False
-        # If the first step of fused SGD is skipped, torch keeps an uninitialised momentum.
-        has_momentum = isinstance(optimizer, SGD) and optimizer.defaults["momentum"] != 0
-        return not (has_momentum and not optimizer.state)
 
     def _merge(self, optimizer: Optimizer, *_: object) -> None:
         """Set `found_inf` to the flag, merged with the value that a `GradScaler` has set."""

@@ -256,7 +256,7 @@ class SafeAdamW(Optimizer):
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
-        if _is_fused(batch.params[0], group):
+        if is_fused(batch.params[0], group):
             # Imported here because Triton is optional.
             from lightning_mp.optim._adamw.fused import fused_adamw_step
 
@@ -300,7 +300,8 @@ class SafeAdamW(Optimizer):
                     self.state[parameter] = _unshielded(parameter, self.state[parameter])
 
 
-def _is_fused(parameter: Tensor, group: dict[str, Any]) -> bool:
+def is_fused(parameter: Tensor, group: dict[str, Any]) -> bool:
+    """Return whether `SafeAdamW` steps a parameter of a group by its Triton kernel."""
     # A DTensor arrives here unwrapped only where its update is clipped.
     if parameter.dtype == torch.float64 or hasattr(parameter, "to_local"):
         return False

@@ -19,6 +19,7 @@ from lightning_mp._arguments import refuse_values
 from lightning_mp._foreign import ForLightning
 from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
+from lightning_mp.optim.found_inf import found_inf_of, skips_on_gpu
 from lightning_mp.precision._scaling.step_control import HeldSchedule, hold_global_step
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
 from lightning_mp.precision._weights.ledger import Ledger, check_optimizer
@@ -235,11 +236,18 @@ class ScaledPrecision(Precision, ForLightning):
         # Before `on_before_optimizer_step` and clipping, which `_after_closure` runs.
         found_inf = self._unscale(optimizer)
         self._after_closure(model, optimizer)
-        if self._decide(optimizer, found_inf):
+        flag = None
+        if found_inf is not None and skips_on_gpu(optimizer):
+            # Before the host waits for the flags, so that the GPU steps in the meantime.
+            request = self._skip_request
+            flag = found_inf if request is None else found_inf.maximum((request != 0).to(found_inf))
+            with self._step_of(optimizer), found_inf_of(optimizer, flag):
+                optimizer.step(**kwargs)
+        if not self._decide(optimizer, found_inf):
+            hold_global_step(model)
+        elif flag is None:
             with self._step_of(optimizer):
                 optimizer.step(**kwargs)
-        else:
-            hold_global_step(model)
         if model.automatic_optimization:
             self._update_scale()
         else:  # other optimizers may step in this training step

@@ -1,0 +1,43 @@
+"""Steps that change nothing if `optimizer.found_inf` is nonzero, decided on the device."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from lightning_mp.optim.safe_adamw import SafeAdamW, is_fused
+
+__all__ = ["found_inf_of", "skips_on_gpu", "takes_found_inf"]
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Return whether the next step reads `optimizer.found_inf`, as torch's fused steps do."""
+    if isinstance(optimizer, SafeAdamW):
+        return True
+    # If the first step of fused SGD is skipped, torch keeps an uninitialised momentum.
+    has_momentum = isinstance(optimizer, SGD) and optimizer.defaults["momentum"] != 0
+    is_safe = not has_momentum or bool(optimizer.state)
+    return is_safe and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def skips_on_gpu(optimizer: Optimizer) -> bool:
+    """Return whether the next step reads `optimizer.found_inf` on a GPU, in its own kernel."""
+    firsts = [(group["params"][0], group) for group in optimizer.param_groups if group["params"]]
+    # torch's fused steps do not accept DTensors beside a plain `found_inf`.
+    if not all(p.is_cuda and not hasattr(p, "to_local") for p, _ in firsts):
+        return False
+    # Without its kernel, `SafeAdamW` skips by copies of weights and states.
+    has_kernel = not isinstance(optimizer, SafeAdamW) or all(is_fused(*first) for first in firsts)
+    return has_kernel and takes_found_inf(optimizer)
+
+
+@contextlib.contextmanager
+def found_inf_of(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
+    """Pass a flag to the step of an optimizer, as `torch.amp.GradScaler` does."""
+    optimizer.found_inf, optimizer.grad_scale = found_inf, None
+    try:
+        yield
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale
