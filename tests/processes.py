@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,12 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# A fork server imports these modules once, before it has threads, and then forks ranks cheaply.
-# Otherwise each rank would take 0.2 to 0.4 seconds for these imports.
+# A fork server imports the module once, before it has threads, and then forks ranks cheaply.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["pytest", "lightning.pytorch.cli", "lightning_mp.callbacks", "lightning_mp.strategies"]
-)
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 def exit_code_of(function: Callable[..., Any], *args: Any) -> int | None:
@@ -38,7 +34,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
             nprocs=world_size,
             start_method="forkserver",
         )
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
+        paths = [Path(folder) / str(rank) for rank in range(world_size)]
+        return [torch.load(path, weights_only=False) for path in paths]
 
 
 def _run_rank(
@@ -57,6 +54,6 @@ def _run_rank(
         timeout=timedelta(seconds=60),
     )
     result = function(rank, *args)
-    (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
+    torch.save(result, Path(folder) / str(rank))  # ten times faster than `pickle` with tensors
     dist.barrier()  # otherwise ranks may abort when the first rank exits
     dist.destroy_process_group()
