@@ -139,9 +139,8 @@ class SpikeGuard(InstabilityMonitor):
         self._has_stepped = True
         self._skips = 0  # consecutive steps that a loss scaler has skipped
         self._runs: dict[str, int] = {}  # consecutive bad steps, by optimizer and kind
-        self._lrs: deque[float] = deque(
-            maxlen=window_steps
-        )  # learning rates of the first optimizer
+        # Learning rates of the first optimizer.
+        self._lrs: deque[float] = deque(maxlen=window_steps)
         self._is_bad: Tensor | None = None  # whether loss and norm of the next step are bad
         self._is_ending = False  # whether training ends at the current step
         self._event: tuple[StepFacts, Verdict] | None = None  # bad step to act on
@@ -192,7 +191,8 @@ class SpikeGuard(InstabilityMonitor):
         """Return the verdict of loss and gradient norm of a step."""
         window = self._windows[optimizer]
         verdict = window.judge(values, spread)
-        with np.errstate(invalid="ignore"):
+        # On a device, reading the verdict would be a host sync.
+        if isinstance(values, Tensor) or verdict.is_spike[0]:
             verdict.is_spike[0] &= ~is_slight(verdict, window.highest_k[0])
         return verdict
 

@@ -47,9 +47,8 @@ class AdamNumbers:
         self.numel = int(count)
         self.is_judged = sums[AdamField.NUMEL] > 0 and not sums[AdamField.NON_FINITE]
         self.is_zero = not sums[AdamField.NON_ZERO]  # the whole gradient
-        self.rms = math.sqrt(
-            sums[AdamField.SQUARED_RATIO] / count
-        )  # RMS of `g / max(sqrt(v), eps)`
+        # RMS of `g / max(sqrt(v), eps)`.
+        self.rms = math.sqrt(sums[AdamField.SQUARED_RATIO] / count)
         self.gradient_rms = math.sqrt(sums[AdamField.SQUARED_GRADIENT] / count)
         # The share of moving values with `sqrt(v) < eps`.
         self.below_epsilon = sums[AdamField.BELOW_EPSILON] / max(sums[AdamField.NON_ZERO], 1.0)

@@ -33,10 +33,9 @@ class RepresentationRule(Learning):
     _rank: dict[str, float] = field(default_factory=dict, init=False)
     _low: dict[str, int] = field(default_factory=dict, init=False)
     _flat: dict[str, int] = field(default_factory=dict, init=False)
-    _sketch: dict[str, Sketch] = field(
-        default_factory=dict, init=False
-    )  # sketches of the first sample
-    _still: dict[str, int] = field(default_factory=dict, init=False)  # consecutive samples
+    # Sketch of the first sample, and number of consecutive samples that do not differ from it.
+    _sketch: dict[str, Sketch] = field(default_factory=dict, init=False)
+    _still: dict[str, int] = field(default_factory=dict, init=False)
     # By name of the loss: logit scale, number of consecutive samples with this value, and whether
     # the scale has ever changed.
     _scale: dict[str, float] = field(default_factory=dict, init=False)

@@ -93,7 +93,7 @@ class RobustWindow:
         # `nanmedian` raises on CUDA with deterministic algorithms, so sort.
         sorted_kn = _sorted(self._values_kn)  # NaN (no value) is sorted last
         count_k = xp.isfinite(self._values_kn).sum(1)
-        last_k1 = xp.clip(count_k - 1, 0, None)[:, None]
+        last_k1 = (count_k - 1).clip(0)[:, None]
         # In logarithms, noise proportional to the level has the same size throughout training. A
         # loss that may be negative is judged without logarithm.
         is_positive_k = sorted_kn[:, 0] > 0
@@ -107,7 +107,7 @@ class RobustWindow:
         x_k = xp.where(is_positive_k, xp.log(values_k), values_k)
         # A loss that is mostly zero, such as a hinge loss, has no usable deviation.
         is_known_k = (count_k >= self.min_values) & (is_positive_k | (mad_k > 0)) & judged_k
-        z_k = xp.clip((x_k - center_k) / sigma_k, -_MAX_Z, _MAX_Z)
+        z_k = ((x_k - center_k) / sigma_k).clip(-_MAX_Z, _MAX_Z)
         is_finite_k = xp.isfinite(values_k) | ~judged_k
         is_spike_k = is_known_k & is_finite_k & (z_k > self.z_threshold)
         limit_k = center_k + self.z_threshold * sigma_k

@@ -39,9 +39,8 @@ class OutputSampler:
     # Modules whose input is measured. The residual stream `x + f(x)` is the output of no module,
     # but it is the input of many norms.
     norms: Mapping[str, nn.Module] = field(default_factory=dict)
-    callers: Mapping[str, nn.Module] = field(
-        default_factory=dict
-    )  # modules that may call attention
+    # Modules that may call attention.
+    callers: Mapping[str, nn.Module] = field(default_factory=dict)
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
     _hooks: ExitStack = field(default_factory=ExitStack, init=False)  # the recorder's hooks
     _rows: dict[OutputKey, list[Tensor]] = field(default_factory=dict, init=False)

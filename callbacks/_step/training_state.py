@@ -165,15 +165,20 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
     scale = loss_scale_of(trainer)
     # With torch's scaler, whose scale is a tensor, fused optimizers unscale in their step.
     inverse = scale.reciprocal() if isinstance(scale, Tensor) and is_fused(optimizer) else 1.0
-    held = [(p, p.grad) for p in parameters_of(optimizer)]
+    parameters = [*parameters_of(optimizer)]
+    gradients = [p.grad for p in parameters]
     if trainer.world_size > 1:
         # A rank may lack a gradient (empty shard, unused branch), but all must send the same rows.
-        held = [
-            (p, p.detach().new_empty(0) if g is None and p.requires_grad else g) for p, g in held
-        ]
-    chosen = [(at, p, g) for at, (p, g) in enumerate(held) if g is not None]
-    known = [names.get(id(p)) or f"unnamed parameter {at}" for at, p, _ in chosen]
-    return NamedTensors(known, [g for _, _, g in chosen], [p for _, p, _ in chosen], inverse)
+        for at, p in enumerate(parameters):
+            if gradients[at] is None and p.requires_grad:
+                gradients[at] = p.detach().new_empty(0)
+    chosen = [at for at, gradient in enumerate(gradients) if gradient is not None]
+    return NamedTensors(
+        [names.get(id(parameters[at])) or f"unnamed parameter {at}" for at in chosen],
+        [gradients[at] for at in chosen],
+        [parameters[at] for at in chosen],
+        inverse,
+    )
 
 
 def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Tensor:
