@@ -172,7 +172,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             # Counters only grow: the difference to the last sample is new.
             new, self._clamped[name] = total - self._clamped.get(name, 0.0), total
             if new > 0:
-                yield Verdict("activation_clamped", new, 0, tensor=name, numbers={"total": total})
+                yield Verdict("activation_clamped", new, 0, tensor=name).given(total=total)
 
     def _judge_kind(
         self, sample: Sample, kind: str, is_lost: bool, metrics: dict[str, float]
@@ -192,7 +192,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         zeros = stats.column(StatField.ZEROS).sum() / max(sum(stats.numels), 1)
         metrics[f"{kind}_zero_share"] = float(zeros)
         # A quarter of the scale leaves the two bits of headroom that `min_headroom_bits` requires.
-        lower = {"lower_scale": (facts.loss_scale or 4.0) / 4}
+        lower_scale = (facts.loss_scale or 4.0) / 4
         scaled = math.log2(facts.loss_scale or 1.0) if kind == "output_gradient" else 0.0
         for at, (key, label) in enumerate(zip(keys, labels, strict=True)):
             # Non-finite values are a mask only if the loss is finite at the first sample.
@@ -203,14 +203,13 @@ class ActivationRangeMonitor(SamplingMonitor):
             verdict = self._judge_tensor(key, label, stats, float(bits[at]), scaled)
             if verdict is not None:
                 column = StatField.NON_FINITE if "non_finite" in verdict.kind else StatField.AMAX
-                numbers, rank = {**verdict.numbers, **lower}, int(ranks[:, at, column].argmax())
-                yield dataclasses.replace(verdict, numbers=numbers, rank=rank)
+                verdict = dataclasses.replace(verdict, rank=int(ranks[:, at, column].argmax()))
+                yield verdict.given(lower_scale=lower_scale)
 
     def _judge_tensor(
         self, key: OutputKey, label: str, stats: TensorStats, bits: float, scaled: float
     ) -> Verdict | None:
         where = f"{key.kind}:{label}"
-        numbers: dict[str, Any] = {"dtype": _dtype_name(key.dtype), "amax": stats.amax[label]}
         found: Verdict | None = None
         # bf16 has the range of fp32, so its zeros have other causes.
         if key.dtype == torch.float16 and key.kind != "norm_input":
@@ -220,16 +219,16 @@ class ActivationRangeMonitor(SamplingMonitor):
         if stats.non_finite[label] and self._finite[where] and key.kind != "norm_input":
             found = Verdict("non_finite", stats.non_finite[label], 0.0, "error")
         elif bits < self.min_headroom_bits:
-            numbers["largest"] = torch.finfo(key.dtype).max
             overflow = self._growth.overflow_step(where, scaled)
-            numbers["overflow"] = overflow
             also = () if overflow is None else ("forecast",)
             found = Verdict("headroom", bits, self.min_headroom_bits, also=also)
+            found = found.given(largest=torch.finfo(key.dtype).max, overflow=overflow)
         if found is None:
             return None
-        kind, numbers = f"{key.kind}_{found.kind}", {**numbers, **found.numbers}
+        found = found.given(dtype=_dtype_name(key.dtype), amax=stats.amax[label])
         tags = (*found.tags, "fp16" if key.dtype == torch.float16 else "wide")
-        return dataclasses.replace(found, kind=kind, tensor=key.name, tags=tags, numbers=numbers)
+        kind = f"{key.kind}_{found.kind}"
+        return dataclasses.replace(found, kind=kind, tensor=key.name, tags=tags)
 
     def _judge_buffers(self, sample: Sample) -> Iterator[Verdict]:
         for name, row_WK in _rows_of_kind(sample, "buffer"):
@@ -241,8 +240,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             amax = float(row_WK[:, StatField.AMAX].max())
             usual = self._usual_buffers.get(name, 0.0)
             if name.endswith("running_var") and 0 < _JUMP * usual < amax:
-                numbers = {"usual": usual}
-                yield Verdict("buffer_jump", amax, _JUMP * usual, tensor=name, numbers=numbers)
+                yield Verdict("buffer_jump", amax, _JUMP * usual, tensor=name).given(usual=usual)
             self._usual_buffers[name] = amax
 
     def _judge_logits(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:

@@ -1,6 +1,5 @@
 """`AdamStateMonitor`: warns of Adam states that make the next update too large or too small."""
 
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -178,7 +177,7 @@ class AdamStateMonitor(SamplingMonitor):
             # One alarm for all tensors: the largest names the place.
             largest = names[(sums_NK[:, AdamField.NUMEL] * is_bad).argmax()]
             lost = Verdict("optimizer_state_non_finite", None, None, "error", largest)
-            verdicts.append(replace(lost, numbers={"count": int(is_bad.sum())}))
+            verdicts.append(lost.given(count=int(is_bad.sum())))
         return first_of_each_kind(verdicts)
 
 

@@ -121,19 +121,14 @@ class GradientUnderflowMonitor(SamplingMonitor):
         named = [v for v in worst if v.value != 1 or str(v.tensor).rpartition(".")[0] == origin]
         worst = worst if origin is None or not named else named
         # The worst tensors name the place; the others would only repeat it.
-        return [_worded(verdict, facts.loss_scale, len(worst)) for verdict in worst[:3]]
+        return [_worded(v, facts.loss_scale).given(count=len(worst)) for v in worst[:3]]
 
 
-def _worded(found: Verdict, scale: float | None, count: int) -> Verdict:
+def _worded(found: Verdict, scale: float | None) -> Verdict:
     name = str(found.tensor)
     # 64 times the present scale as a power of two, or the largest scale that fp16 can hold.
     start = torch.finfo(torch.float16).max if scale is None else scale * 64
     # `fp32_modules` accepts neither all modules nor a parameter of the root.
     remedy = "all" if name == _ALL or "." not in name else "one"
-    more = {"owner": name.rpartition(".")[0], "higher_scale": 2 ** int(np.log2(start))}
-    return replace(
-        found,
-        kind="gradient_underflow",
-        tags=(*found.tags, remedy),
-        numbers={**found.numbers, **more, "count": count},
-    )
+    found = replace(found, kind="gradient_underflow", tags=(*found.tags, remedy))
+    return found.given(owner=name.rpartition(".")[0], higher_scale=2 ** int(np.log2(start)))

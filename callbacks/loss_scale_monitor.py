@@ -104,24 +104,23 @@ class LossScaleMonitor(InstabilityMonitor):
         trainer = self.recorder.trainer
         # All optimizers share the scale, so metric names get no optimizer suffix.
         self.record(metrics, replace(facts, optimizer=0), trainer.log_every_n_steps)
-        in_a_row, verdicts = {"in_a_row": self.skipped_in_a_row}, []
+        verdicts: list[Verdict] = []
         before, (floor, is_dynamic) = facts.loss_scale, _limits(trainer)
         # A skip at the lowest scale cannot be cured by a lower scale.
         if is_skipped and (not is_dynamic or (before is not None and before <= floor)):
             tags = () if is_dynamic else ("static",)
-            lowest = Verdict("loss_scale_floor", scale, floor, "error", tags=tags, numbers=in_a_row)
-            verdicts = [lowest]
+            verdicts = [Verdict("loss_scale_floor", scale, floor, "error", tags=tags)]
         elif is_dynamic and is_skipped and scale < self.min_scale:
-            # torch's scaler has no floor and can reach 0.
-            numbers = {**in_a_row, "reach": _FP16_MAX / max(scale, 1e-38)}
             is_lost = facts.loss is not None and not math.isfinite(facts.loss)
-            low = Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers)
-            verdicts = [replace(low, tags=("forward",) if is_lost else ())]
+            tags = ("forward",) if is_lost else ()
+            low = Verdict("loss_scale_low", scale, self.min_scale, tags=tags)
+            # torch's scaler has no floor and can reach 0.
+            verdicts = [low.given(reach=_FP16_MAX / max(scale, 1e-38))]
+        verdicts = [found.given(in_a_row=self.skipped_in_a_row) for found in verdicts]
         if self.skip_rate > self.max_skip_rate:
-            numbers = {"skipped": sum(self._window), "of": len(self._window), "scale": scale}
-            numbers["window"] = self.window_steps
-            rate = Verdict("skip_rate", self.skip_rate, self.max_skip_rate, numbers=numbers)
-            verdicts.append(rate)
+            rate = Verdict("skip_rate", self.skip_rate, self.max_skip_rate)
+            rate = rate.given(skipped=sum(self._window), of=len(self._window))
+            verdicts.append(rate.given(scale=scale, window=self.window_steps))
         return verdicts
 
 

@@ -171,9 +171,9 @@ class InstabilityMonitor(Learning, pl.Callback):
         self._raised[key] = facts.step
         cause = self.recorder.located
         if cause is not None and verdict.kind in _FOLLOWS and cause.step <= facts.step:
-            numbers = {"located": cause.tensor, "located_step": cause.step, **verdict.numbers}
-            verdict = dataclasses.replace(verdict, remedies=("follows",), numbers=numbers)
-            verdict, is_note = dataclasses.replace(verdict, severity="info"), True
+            verdict = verdict.given(located=cause.tensor, located_step=cause.step)
+            verdict = dataclasses.replace(verdict, remedies=("follows",), severity="info")
+            is_note = True
         message, remedy = words_for(verdict, tags_of(trainer, facts), **numbers_of(trainer, facts))
         keeper = None if is_note else self.recorder.batches
         alarm = Alarm(

@@ -1,6 +1,5 @@
 """`ParameterMonitor`: warns of parameters that do not train, and of weights that explode."""
 
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -177,7 +176,7 @@ class ParameterMonitor(SamplingMonitor):
             self._frozen |= frozen.keys()
             share = sum(frozen.values()) / (sum(frozen.values()) + numels.sum())
             note = Verdict("frozen_weights", share, None, "info", next(iter(frozen)))
-            verdicts.append(replace(note, numbers={"count": len(frozen)}))
+            verdicts.append(note.given(count=len(frozen)))
         spare, strange = context["spare"], sum(not name for name in context["names"])
         if not spare:
             return verdicts + self._rule.judge(facts.step, parameters)
@@ -185,8 +184,7 @@ class ParameterMonitor(SamplingMonitor):
         own = [p for p, name in zip(parameters, context["names"], strict=True) if name]
         verdicts += self._rule.judge(facts.step, own)
         if facts.step >= self._patience:
-            numbers = {"strange": strange, "count": len(spare)}
             tags = ("strange",) if strange else ()
             found = Verdict("not_optimized", len(spare), 0, tensor=spare[0], tags=tags)
-            verdicts.append(replace(found, numbers=numbers))
+            verdicts.append(found.given(strange=strange, count=len(spare)))
         return verdicts

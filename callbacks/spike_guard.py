@@ -2,7 +2,6 @@
 
 import math
 from collections import deque
-from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -294,8 +293,7 @@ class SpikeGuard(InstabilityMonitor):
         }
         verdicts, event = [], None
         self._skips = self._skips + 1 if facts.skipped else 0
-        first, again = facts.step - self.patience + 1, self.judge_after_steps
-        numbers = {"first_bad": first, "patience": self.patience, "again": again}
+        first_bad = facts.step - self.patience + 1
         # The first of several consecutive bad steps is the event.
         for kind, is_so in is_bad.items():
             key = f"{kind} {facts.optimizer}"
@@ -306,15 +304,15 @@ class SpikeGuard(InstabilityMonitor):
             # Consecutive spikes are a new level; see `is_new_level`.
             if self._runs[key] == self.patience and kind != "spike":
                 tags = ("skipped",) if self._skips >= self.patience else ()
-                count = float(self.patience)
-                run = Verdict("non_finite_run", count, count, "error", tags=tags, numbers=numbers)
-                verdicts.append(run)
+                run = Verdict("non_finite_run", self.patience, self.patience, "error", tags=tags)
+                verdicts.append(run.given(first_bad=first_bad))
         if event is not None and event.severity != "info" and self._event is None:
             self._event = facts, event
         for name, now in {"loss": loss, "gradient norm": norm}.items():
             if now.is_new_level:
-                shift = Verdict("level_shift", now.value, now.limit, tensor=name, numbers=numbers)
-                verdicts.append(shift)
+                shift = Verdict("level_shift", now.value, now.limit, tensor=name)
+                shift = shift.given(patience=self.patience, again=self.judge_after_steps)
+                verdicts.append(shift.given(first_bad=first_bad))
         # Windows follow a slow rise; the course compares the loss with its best level so far.
         course = self._courses[facts.optimizer]
         used = self._courses[: len(trainer.optimizers)]
@@ -350,11 +348,10 @@ class SpikeGuard(InstabilityMonitor):
         self._runs.clear()
         undone, wanted = facts.global_step - mark.global_step, self._rewinder.rewind_steps
         tags = ("short",) if undone < wanted else ()
-        numbers = {"undone": undone, "wanted": wanted, "left_out": left_out}
-        numbers |= {"rewinds": self.rewinds, "max_rewinds": self.max_rewinds}
-        rate = {"rate": learning_rate_of(trainer)}
         verdict = Verdict("rewind_to_step", mark.step, severity="info", tags=tags)
-        self.say(trainer, replace(verdict, numbers=numbers | rate))
+        verdict = verdict.given(rewinds=self.rewinds, max_rewinds=self.max_rewinds)
+        verdict = verdict.given(undone=undone, wanted=wanted, left_out=left_out)
+        self.say(trainer, verdict.given(rate=learning_rate_of(trainer)))
 
     # --- checkpoints -----------------------------------------------------------------------------
 

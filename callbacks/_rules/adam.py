@@ -144,7 +144,7 @@ class AdamStateRule(Learning):
         # `first` contains embeddings, where the RMS rises before the loss (arXiv:2304.13013).
         chosen = [v for v in confirmed if v.tensor in first] or confirmed
         worst = max(chosen, key=lambda v: (v.value or 0) / (v.threshold or 1))
-        return [replace(worst, numbers={"count": len(confirmed)})]
+        return [worst.given(count=len(confirmed))]
 
     def _judge_epsilon(
         self, numbers: AdamNumbers, usual: dict[str, Any], eps: float, is_known: bool
@@ -153,14 +153,15 @@ class AdamStateRule(Learning):
         # Adam should divide mostly by the size of the gradient, so epsilon is a thousandth of it.
         root = math.sqrt(numbers.second_moment / numbers.numel)
         power = math.floor(math.log10(max(numbers.gradient_rms, root, 1e-30))) - 3
-        words = {"eps": eps, "usual": usual["below"], "excess": self.max_below_epsilon}
-        words["lower_eps"] = min(eps / 1000, 10.0**power)
         threshold = usual["below"] + self.max_below_epsilon
         if is_known and share > threshold:
-            return Verdict("below_epsilon", share, threshold, numbers=words)
-        if share < _ALL:
+            found = Verdict("below_epsilon", share, threshold)
+        elif share >= _ALL:
+            found = Verdict("below_epsilon", share, _ALL, tags=("all",))
+        else:
             return None
-        return Verdict("below_epsilon", share, _ALL, tags=("all",), numbers=words)
+        found = found.given(eps=eps, lower_eps=min(eps / 1000, 10.0**power))
+        return found.given(usual=usual["below"], excess=self.max_below_epsilon)
 
     def _judge_zero_run(
         self, step: int, numbers: AdamNumbers, usual: dict[str, Any], beta2: float, is_silent: bool
@@ -191,8 +192,8 @@ class AdamStateRule(Learning):
             is_long = had_always or math.exp(-usual["grown"] * steps / seen) < ALIVE
         if not usual["grown"] or steps < self.zero_run_steps or not is_long:
             return None
-        words = {"boost": boost, "limit": _boost(math.inf, beta2)}
-        return Verdict("zero_run", steps, self.zero_run_steps, numbers=words)
+        found = Verdict("zero_run", steps, self.zero_run_steps)
+        return found.given(boost=boost, limit=_boost(math.inf, beta2))
 
     def _judge_stagnant(
         self, tensors: Collection[AdamNumbers], rate: float | None, is_rising: bool
@@ -207,7 +208,7 @@ class AdamStateRule(Learning):
         most = max(tensors, key=lambda numbers: numbers.stagnant)
         still = sum(numbers.stagnant > 0.5 * numbers.moving for numbers in tensors)
         verdict = Verdict("stagnant_weights", share, self.max_stagnant, tensor=most.name)
-        return [replace(verdict, numbers={"count": still})]
+        return [verdict.given(count=still)]
 
     def _judge_ratio(
         self, numbers: AdamNumbers, rate: float | None, is_known: bool, knows_rate: bool
@@ -220,8 +221,8 @@ class AdamStateRule(Learning):
         if not is_low and not (is_known and numbers.ratio > self.max_ratio):
             return None
         threshold, tags = (self.min_ratio, ("low",)) if is_low else (self.max_ratio, ())
-        words = {"least": self.min_ratio, "most": self.max_ratio}
-        return Verdict("update_to_weight", numbers.ratio, threshold, tags=tags, numbers=words)
+        found = Verdict("update_to_weight", numbers.ratio, threshold, tags=tags)
+        return found.given(least=self.min_ratio, most=self.max_ratio)
 
 
 def _boost(steps: float, beta2: float) -> float:

@@ -99,7 +99,6 @@ class CourseRule(Learning):
         # The noise at the start is unknown, so a rise must exceed the present noise by more.
         now = _NOISES_NOW if gained > 0 else _NOISES
         limit = max(limit, now * noise, _TIMES_RECOVERED * known.get("recovered", 0.0))
-        numbers = {"best": known["best"], "best_step": known["best_step"], "window": _WINDOW}
         known["excess"] = rise - limit
         # One of several opposing losses may rise for long, so all must have risen.
         is_lost = all(rule._known.get("excess", -1.0) > 0 for rule in (self, *rivals))
@@ -108,8 +107,9 @@ class CourseRule(Learning):
             known["rise"] = 0.0  # a divergence is no swing
         if is_new:
             tags = () if gained > 0 else ("from start",)
-            above = known["best"] + limit
-            return [Verdict("divergence", level, above, "warning", "loss", tags, numbers=numbers)]
+            found = Verdict("divergence", level, known["best"] + limit, "warning", "loss", tags)
+            numbers = {key: known[key] for key in ("best", "best_step")}
+            return [found.given(**numbers, window=_WINDOW)]
         return [] if known["divergence"] else self._judge_stall(level, max(noise, usual))
 
     def _true_rivals(self) -> list["CourseRule"]:
@@ -121,15 +121,14 @@ class CourseRule(Learning):
         # A best level below the start by the noise of a step (4 errors of a level) means learning.
         if start - known["best"] > noise or "stalled" in known or self._true_rivals():
             return []
-        numbers = {"start": start, "steps": steps, "peak": start + risen}
         if steps >= _STALLED and risen > _NOISES * noise:
-            known["stalled"] = steps
-            return [Verdict("stalled_loss", level, start, tensor="loss", numbers=numbers)]
-        if steps >= _HORIZON:
-            known["stalled"] = steps
-            long = Verdict("stalled_loss", level, start, "info", "loss", ("long",), numbers=numbers)
-            return [long]
-        return []
+            found = Verdict("stalled_loss", level, start, tensor="loss")
+        elif steps >= _HORIZON:
+            found = Verdict("stalled_loss", level, start, "info", "loss", ("long",))
+        else:
+            return []
+        known["stalled"] = steps
+        return [found.given(start=start, steps=steps, peak=start + risen)]
 
     def _judge_norm(self, step: int) -> list[Verdict]:
         known = self._known
@@ -148,8 +147,8 @@ class CourseRule(Learning):
         if not self._lasts("trend", level > limit and is_rising and not is_best):
             return []
         numbers = {key: known[key] for key in ("lowest", "lowest_step")}
-        numbers |= {"times": level / known["lowest"], "window": _WINDOW, "span": _TREND * _EVERY}
-        return [Verdict("gradient_trend", level, limit, tensor="gradient norm", numbers=numbers)]
+        found = Verdict("gradient_trend", level, limit, tensor="gradient norm").given(**numbers)
+        return [found.given(times=level / known["lowest"], window=_WINDOW, span=_TREND * _EVERY)]
 
     def _lasts(self, what: str, is_so: bool) -> bool:
         """Return whether a condition has just held for 32 steps; true once until it ends."""

@@ -47,8 +47,7 @@ class LogitRule(GrowthRule):
         threshold = max(_TIMES[kind] * usual, _LARGE)
         if grown <= threshold or not self.is_trend(key):
             return None
-        numbers = {"usual": usual}
-        return Verdict(kind, value, threshold, tensor=name, tags=("growing",), numbers=numbers)
+        return Verdict(kind, value, threshold, tensor=name, tags=("growing",)).given(usual=usual)
 
 
 @dataclass(eq=False)
@@ -69,17 +68,14 @@ class ExpertRule(Learning):
             return []
         del self._seen[router]
         verdicts = []
-        numbers = {"even": even / tokens, "samples": samples}
         starved = [at for at, count in enumerate(chosen) if count < _STARVED * even]
         if starved:
-            tensor = f"{router}[{starved[0]}]"
             share, limit = chosen[starved[0]] / tokens, _STARVED * even / tokens
-            more = {**numbers, "count": len(starved), "of": len(chosen)}
-            verdicts.append(Verdict("expert_dead", share, limit, tensor=tensor, numbers=more))
+            dead = Verdict("expert_dead", share, limit, tensor=f"{router}[{starved[0]}]")
+            verdicts.append(dead.given(count=len(starved), of=len(chosen)))
         share = max(chosen) / tokens
         # If each token uses half of the experts, an expert that all tokens use is no failure.
         if share > _CROWDED and even / tokens < _CROWDED / 2:
             tensor = f"{router}[{[*chosen].index(max(chosen))}]"
-            crowded = Verdict("expert_overloaded", share, _CROWDED, tensor=tensor, numbers=numbers)
-            verdicts.append(crowded)
-        return verdicts
+            verdicts.append(Verdict("expert_overloaded", share, _CROWDED, tensor=tensor))
+        return [found.given(even=even / tokens, samples=samples) for found in verdicts]

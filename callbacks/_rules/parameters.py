@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_mp.callbacks._rules.records import Learning, Verdict, first_of_each_kind
 
@@ -84,9 +84,10 @@ class ParameterRule(Learning):
     ) -> Iterable[Verdict]:
         share = sum(p.numel for p in found) / max(sum(p.numel for p in of), 1)
         if share > self.max_untrained:
-            numbers: dict[str, Any] = {"count": len(found), "of": len(of), "steps": self.patience}
-            numbers["rate"] = found[0].rate or 0.0
-            yield replace(verdict, value=share, threshold=self.max_untrained, numbers=numbers)
+            found_share = replace(verdict, value=share, threshold=self.max_untrained)
+            yield found_share.given(
+                count=len(found), of=len(of), steps=self.patience, rate=found[0].rate or 0.0
+            )
 
     def _vanishing(self, parameters: Sequence[ParameterNumbers]) -> Iterable[Verdict]:
         relative = {
@@ -99,10 +100,8 @@ class ParameterRule(Learning):
             share = size / relative[largest]
             self._faint[name] = self._faint.get(name, 0) + 1 if share < self.min_gradient else 0
             if self._faint[name] >= _STEADY:
-                numbers = {"largest": largest}
-                yield Verdict(
-                    "vanishing_gradients", share, self.min_gradient, tensor=name, numbers=numbers
-                )
+                verdict = Verdict("vanishing_gradients", share, self.min_gradient, tensor=name)
+                yield verdict.given(largest=largest)
 
     def _size(self, each: ParameterNumbers) -> Iterable[Verdict]:
         name, rms = each.name, each.rms
@@ -116,8 +115,8 @@ class ParameterRule(Learning):
         if self._outside[name] < 2:
             return
         if has_grown:
-            limit, numbers = self.max_weight * first, {"usual": first}
-            yield Verdict("weight_growth", rms, limit, tensor=name, numbers=numbers)
+            limit = self.max_weight * first
+            yield Verdict("weight_growth", rms, limit, tensor=name).given(usual=first)
         else:
-            limit, numbers = self.min_weight * highest, {"usual": highest}
-            yield Verdict("weight_collapse", rms, limit, tensor=name, numbers=numbers)
+            limit = self.min_weight * highest
+            yield Verdict("weight_collapse", rms, limit, tensor=name).given(usual=highest)

@@ -56,9 +56,9 @@ class UnderflowJudge(Learning):
         usual["was_cut"] = is_gone or (self.is_absolute and is_cut and not is_rounding)
         highest = usual["highest"]
         if was_cut and usual["was_cut"]:
-            words = {"usual": highest, "excess": self.alarm_excess, "subnormal": subnormal_share}
             limit, tags = self.alarm_excess, ("at once",)
-            return Verdict("underflow", zero_share, limit, "error", name, tags, numbers=words)
+            found = Verdict("underflow", zero_share, limit, "error", name, tags)
+            return found.given(usual=highest, excess=limit, subnormal=subnormal_share)
         if usual["samples"] <= self.baseline_samples:
             if zero_share == 1:  # for example an expert that this batch did not use
                 return None
@@ -85,8 +85,8 @@ class UnderflowJudge(Learning):
             return None
         severity: Severity = "error" if is_bad else "warning"
         limit = self.alarm_excess if is_bad else self.warn_excess
-        words = {"usual": highest, "excess": limit, "subnormal": subnormal_share}
-        return Verdict("underflow", zero_share, limit + highest, severity, name, numbers=words)
+        found = Verdict("underflow", zero_share, limit + highest, severity, name)
+        return found.given(usual=highest, excess=limit, subnormal=subnormal_share)
 
 
 def origin_of(dead: Collection[str], names: Iterable[str]) -> str | None:

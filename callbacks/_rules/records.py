@@ -92,16 +92,18 @@ class Verdict:
     words: tuple[str, str] | None = None  # message and remedy of a user's monitor
     rank: int | None = None  # rank of the data, if it differs from the rank of the step
 
+    def given(self, **numbers: Any) -> "Verdict":
+        """Return the verdict with further fields of its sentences."""
+        return dataclasses.replace(self, numbers={**self.numbers, **numbers})
+
 
 def first_of_each_kind(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Return the first verdict of each kind with the number of verdicts of that kind."""
     groups: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         groups.setdefault(verdict.kind, []).append(verdict)
-    return [
-        dataclasses.replace(first, numbers={"count": 1 + len(rest), **first.numbers})
-        for first, *rest in groups.values()
-    ]
+    counts = ((first, 1 + len(rest)) for first, *rest in groups.values())
+    return [first.given(**{"count": count, **first.numbers}) for first, count in counts]
 
 
 class Learning:

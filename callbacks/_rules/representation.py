@@ -1,7 +1,7 @@
 """Rules for features that collapse or do not change, and for a logit scale at its limit."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from lightning_mp.callbacks._rules.records import Learning, Verdict
 
@@ -50,23 +50,21 @@ class RepresentationRule(Learning):
         samples = self._samples[name] = self._samples.get(name, 0) + 1
         highest = self._spread[name] = max(self._spread.get(name, 0.0), spread)
         low = self._low[name] = self._low.get(name, 0) + 1 if spread < self.min_spread else 0
-        numbers = {"usual": highest}
         has_fallen = bool(low) and spread < highest / _FALLEN
         self.wants_more |= has_fallen and low < _TWICE
         if has_fallen and low >= _TWICE:
-            verdict = Verdict("feature_collapse", spread, self.min_spread, "error", name)
-            yield replace(verdict, numbers=numbers)
+            collapse = Verdict("feature_collapse", spread, self.min_spread, "error", name)
+            yield collapse.given(usual=highest)
             return
         if low == samples >= _START:
-            yield Verdict(
-                "feature_collapse", spread, self.min_spread, "warning", name, ("from start",)
-            )
+            tags = ("from start",)
+            yield Verdict("feature_collapse", spread, self.min_spread, "warning", name, tags)
         full = self._rank[name] = max(self._rank.get(name, 0.0), rank)
         limit = full / _RANK_FALLEN
         flat = self._flat[name] = self._flat.get(name, 0) + 1 if rank < limit else 0
         self.wants_more |= 0 < flat < _TWICE and full > _FULL
         if flat >= _TWICE and full > _FULL:
-            yield Verdict("feature_rank", rank, limit, "warning", name, numbers={"usual": full})
+            yield Verdict("feature_rank", rank, limit, "warning", name).given(usual=full)
 
     def unchanged(self, sketches: Mapping[str, Sketch]) -> Iterator[Verdict]:
         """Add a sample of all trainable towers; report towers that do not change while one does."""
@@ -82,7 +80,7 @@ class RepresentationRule(Learning):
             still = self._still[name] = self._still.get(name, 0) + 1 if is_still else 0
             if still >= _UNCHANGED:
                 verdict = Verdict("tower_unchanged", value, _STILL, tensor=name)
-                yield replace(verdict, numbers={"other": most, "times": moved[most]})
+                yield verdict.given(other=most, times=moved[most])
 
     def scale(self, name: str, value: float) -> Iterator[Verdict]:
         """Add a sample of a trainable logit scale."""
@@ -91,5 +89,4 @@ class RepresentationRule(Learning):
         same = self._same[name] = self._same.get(name, 0) + 1 if value == before else 1
         self._scale[name] = value
         if same == _STANDS and self._moved[name]:
-            numbers = {"samples": same}
-            yield Verdict("temperature_clamped", value, None, "info", name, numbers=numbers)
+            yield Verdict("temperature_clamped", value, None, "info", name).given(samples=same)
