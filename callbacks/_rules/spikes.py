@@ -4,13 +4,14 @@ Legend: K signals, N places in the window.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mp.callbacks._rules.records import Severity, StepFacts, Verdict
+from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 
 __all__ = ["RobustWindow", "SignalVerdict", "describe", "is_slight"]
 
@@ -173,58 +174,48 @@ def describe(
 
     `first_lr` is the learning rate some steps before, `clip_val` the Trainer's `gradient_clip_val`.
     """
-    lr, is_scaled = facts.lr, facts.loss_scale is not None
+    largest, is_scaled = str(facts.largest_gradient), facts.loss_scale is not None
+    is_of_loss = loss.is_spike or not loss.is_finite
+    kind, worse, name = (
+        ("loss_spike", loss, "loss") if is_of_loss else ("gradient_spike", norm, largest)
+    )
     also: tuple[str, ...] = () if action == "warn" else (action,)
-    general = ["lower rate"] if lr and not facts.is_rate_ending else []
+    general = ["lower rate"] if facts.lr and not facts.is_rate_ending else []
     general += ["leave out"] if action == "warn" else []
-    numbers: dict[str, Any] = {"rate": lr, "fitting_rate": (lr or 0) / 2}
-    name, largest = "loss", str(facts.largest_gradient)
     if not loss.is_finite:
         tags = () if math.isnan(loss.median) else ("known",)
-        numbers["median"] = loss.median
-        return Verdict(
-            "non_finite_loss", loss.value, None, "error", name, tags, also, ("locate", *general),
-            numbers,
-        )  # fmt: skip
+        found = Verdict("non_finite_loss", loss.value, None, "error", name, tags, also)
+        found = replace(found, remedies=("locate", *general))
     # With a loss scale, a loss spike also overflows the gradients; report the loss.
-    if not norm.is_finite and not (loss.is_spike and is_scaled):
-        severity: Severity = "info" if is_scaled else "error"
-        also, remedies = (
-            (("scaler skips",), ("rare",)) if is_scaled else (also, ("locate", *general))
-        )
-        return Verdict(
-            "non_finite_gradient", norm.value, None, severity, largest, (), also, remedies, numbers
-        )
-    worse, kind, name = (
-        (loss, "loss_spike", name) if loss.is_spike else (norm, "gradient_spike", largest)
-    )
-    numbers |= {"median": worse.median, "z": worse.z, "z_threshold": z_threshold}
-    numbers |= {"norm": norm.value, "norm_limit": norm.limit, "largest": largest}
-    numbers |= {"window": window_steps, "largest_norm": facts.largest_gradient_norm}
-    remedies = _remedies(facts, worse, norm, numbers, first_lr, clip_val)
-    severity, remedies = "warning", (*remedies, *general)
-    if loss.is_spike:
-        about_norm = (
-            "norm too" if norm.is_spike else "usual norm" if norm.is_finite else "overflow too"
-        )
-        also = (about_norm, *also)
+    elif not norm.is_finite and not (loss.is_spike and is_scaled):
+        found = Verdict("non_finite_gradient", norm.value, None, "error", largest, (), also)
+        found = replace(found, remedies=("locate", *general))
+        if is_scaled:
+            found = replace(found, severity="info", also=("scaler skips",), remedies=("rare",))
     # A spike that clipping has limited is a note.
-    elif action == "warn" and clip_val and norm.limit >= clip_val:
-        severity, also, remedies = "info", ("clipped",), ("nothing",)
-        numbers["clip"] = clip_val
-    return Verdict(kind, worse.value, worse.limit, severity, name, (), also, remedies, numbers)
+    elif not loss.is_spike and action == "warn" and clip_val and norm.limit >= clip_val:
+        found = Verdict(kind, worse.value, worse.limit, "info", name, (), ("clipped",))
+        found = replace(found, remedies=("nothing",))
+    else:
+        if loss.is_spike:
+            about_norm = "usual norm" if norm.is_finite else "overflow too"
+            also = ("norm too" if norm.is_spike else about_norm, *also)
+        remedies = (*_remedies(facts, norm, first_lr, clip_val), *general)
+        found = Verdict(kind, worse.value, worse.limit, "warning", name, (), also, remedies)
+    # Lower the rate by the factor by which the value exceeds the limit, from 2 to 10.
+    excess = worse.value / worse.limit if found.kind == kind and worse.limit > 0 else 2.0
+    found = found.given(rate=facts.lr, fitting_rate=(facts.lr or 0) / min(max(excess, 2.0), 10.0))
+    found = found.given(median=worse.median, z=worse.z, z_threshold=z_threshold)
+    found = found.given(norm=norm.value, norm_limit=norm.limit, window=window_steps)
+    found = found.given(largest=largest, largest_norm=facts.largest_gradient_norm)
+    return found.given(clip=clip_val, clip_val=norm.highest, step=facts.step, longer=2 * facts.step)
 
 
 def _remedies(
-    facts: StepFacts,
-    worse: SignalVerdict,
-    norm: SignalVerdict,
-    numbers: dict[str, Any],
-    first_lr: float | None,
-    clip_val: float | None,
-) -> tuple[str, ...]:
+    facts: StepFacts, norm: SignalVerdict, first_lr: float | None, clip_val: float | None
+) -> list[str]:
     """Return keys of remedies, with values that do not affect the healthy steps of the window."""
-    remedies, lr, step = [], facts.lr, facts.step
+    remedies, lr = [], facts.lr
     if norm.is_spike and (not clip_val or clip_val > norm.highest):
         remedies.append("clip")
     if norm.is_spike and "Adam" in facts.optimizer_name and facts.optimizer_name != "SafeAdamW":
@@ -232,8 +223,4 @@ def _remedies(
     # A learning rate that has risen within the window is a warm-up.
     if lr and first_lr is not None and lr > 1.01 * first_lr:
         remedies.append("warm up")
-    # Lower the rate by the factor by which the value exceeds the limit, from 2 to 10.
-    factor = min(max(worse.value / worse.limit, 2.0), 10.0) if worse.limit > 0 else 2.0
-    numbers |= {"clip_val": norm.highest, "step": step, "longer": 2 * step}
-    numbers["fitting_rate"] = (lr or 0) / factor
-    return tuple(remedies)
+    return remedies
