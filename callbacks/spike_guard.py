@@ -299,7 +299,7 @@ class SpikeGuard(InstabilityMonitor):
             key = f"{kind} {facts.optimizer}"
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
             if self._runs[key] == 1 and event is None:
-                event = self._described(trainer, facts, loss, norm)
+                event = self._described(facts, loss, norm)
                 verdicts.append(event)
             # Consecutive spikes are a new level; see `is_new_level`.
             if self._runs[key] == self.patience and kind != "spike":
@@ -319,20 +319,13 @@ class SpikeGuard(InstabilityMonitor):
         course.rivals = [other for other in used if other is not course]
         return verdicts + course.judge(facts.step, facts.loss, facts.gradient_norm)
 
-    def _described(
-        self, trainer: pl.Trainer, facts: StepFacts, loss: SignalVerdict, norm: SignalVerdict
-    ) -> Verdict:
+    def _described(self, facts: StepFacts, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
         is_spent = self.action == "rewind" and self.rewinds >= self.max_rewinds
-        return describe(
-            facts,
-            loss,
-            norm,
-            first_lr=self._lrs[0] if self._lrs and facts.optimizer == 0 else None,
-            clip_val=trainer.gradient_clip_val,
-            action="rewinds spent" if is_spent else self.action,
-            window_steps=self.window_steps,
-            z_threshold=self.z_threshold,
-        )
+        action = "rewinds spent" if is_spent else self.action
+        first_lr = self._lrs[0] if self._lrs and facts.optimizer == 0 else None
+        clip_val = self.recorder.trainer.gradient_clip_val
+        found = describe(facts, loss, norm, first_lr=first_lr, clip_val=clip_val, action=action)
+        return found.given(window=self.window_steps, z_threshold=self.z_threshold)
 
     def _rewind(self, trainer: pl.Trainer, facts: StepFacts) -> None:
         if self.rewinds >= self.max_rewinds:

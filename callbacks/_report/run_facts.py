@@ -39,7 +39,11 @@ def run_facts(trainer: pl.Trainer, highest_rates: Mapping[int, float]) -> list[l
     return [
         ["Model", f"{type(module).__name__}, {parameters:,} parameters"],
         ["Precision", f"{type(plugin).__name__}({_settings(plugin)})"],
-        *_preflights(trainer),
+        # The verdicts of `PrecisionPreflight` are the first lines of its text.
+        *(
+            ["PrecisionPreflight", each.text.partition("\n")[0] or "nothing measured"]
+            for each in _preflights(trainer)
+        ),
         *(
             ["Optimizer", _optimizer(each) + _schedule_in_words(each, highest_rates.get(index))]
             for index, each in enumerate(trainer.optimizers[:_MAX_GROUPS])
@@ -56,23 +60,17 @@ def run_facts(trainer: pl.Trainer, highest_rates: Mapping[int, float]) -> list[l
     ]
 
 
-def _preflights(trainer: pl.Trainer) -> list[list[str]]:
-    """Return the verdicts of `PrecisionPreflight`, which are the first lines of its text."""
-    texts = [getattr(each, "text", "") for each in trainer.callbacks if _is_preflight(each)]  # type: ignore[attr-defined]
-    return [["PrecisionPreflight", text.partition("\n")[0] or "nothing measured"] for text in texts]
+def _preflights(trainer: pl.Trainer) -> list[Any]:
+    # By name, so that a run without `PrecisionPreflight` does not import it.
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if type(each).__name__ == "PrecisionPreflight"]
 
 
 def preflight_page_of(trainer: pl.Trainer, report: Path | None) -> str | None:
     """Return the name of the page of `PrecisionPreflight` if it is in the report's folder."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    pages = [each.path for each in callbacks if _is_preflight(each) and each.path]
+    pages = [each.path for each in _preflights(trainer) if each.path]
     beside = [page.name for page in pages if report is not None and page.parent == report.parent]
     return beside[-1] if beside else None
-
-
-def _is_preflight(callback: object) -> bool:
-    # By name, so that a run without `PrecisionPreflight` does not import it.
-    return type(callback).__name__ == "PrecisionPreflight"
 
 
 def _settings(plugin: object) -> str:

@@ -167,8 +167,6 @@ def describe(
     first_lr: float | None,
     clip_val: float | None,
     action: str,
-    window_steps: int,
-    z_threshold: float,
 ) -> Verdict:
     """Return the verdict of a step with a non-finite value or a spike.
 
@@ -205,8 +203,7 @@ def describe(
     # Lower the rate by the factor by which the value exceeds the limit, from 2 to 10.
     excess = worse.value / worse.limit if found.kind == kind and worse.limit > 0 else 2.0
     found = found.given(rate=facts.lr, fitting_rate=(facts.lr or 0) / min(max(excess, 2.0), 10.0))
-    found = found.given(median=worse.median, z=worse.z, z_threshold=z_threshold)
-    found = found.given(norm=norm.value, norm_limit=norm.limit, window=window_steps)
+    found = found.given(median=worse.median, z=worse.z, norm=norm.value, norm_limit=norm.limit)
     found = found.given(largest=largest, largest_norm=facts.largest_gradient_norm)
     return found.given(clip=clip_val, clip_val=norm.highest, step=facts.step, longer=2 * facts.step)
 
