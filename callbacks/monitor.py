@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import inspect
 import itertools
@@ -50,6 +51,13 @@ _FOLLOWS = frozenset(
     f"{what}_non_finite" for what in ("activation", "output_gradient", "buffer", "optimizer_state")
 ) | {"non_finite_loss", "non_finite_gradient", "non_finite_run"}
 _WITH = " with "  # precedes the digest of arguments in a key
+
+
+@functools.cache  # Lightning reads the key of a monitor many times before `setup`
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the defaults of the keyword-only arguments of a function."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 class InstabilityWarning(UserWarning):
@@ -250,9 +258,7 @@ class InstabilityMonitor(Learning, pl.Callback):
     def _make_key(self, stable: Callable[[str], str]) -> str:
         defaults: dict[str, Any] = {}
         for base in reversed(type(self).__mro__):  # a subclass may have defaults of its own
-            for name, parameter in inspect.signature(base.__init__).parameters.items():  # type: ignore[misc]
-                if parameter.kind is parameter.KEYWORD_ONLY:
-                    defaults[name] = parameter.default
+            defaults |= _defaults(base.__init__)  # type: ignore[misc]
         kept = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
         shown = {name: value for name, value in kept.items() if "://" not in repr(value)}
         changed = {name: value for name, value in shown.items() if value != defaults[name]}

@@ -50,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_sessionfinish() -> None:
+    """Collect garbage once; pytest then collects ten times, which now visits no object."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test
 def pytest_runtest_teardown() -> None:
     """Destroy the process group of a Trainer, which otherwise exists until the process ends."""

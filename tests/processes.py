@@ -14,7 +14,10 @@ import torch.multiprocessing as mp
 
 # A fork server imports the module once, before it has threads, and then forks ranks cheaply.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.preloaded"])
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # by kernels, which use no Lightning
+_CONTEXT.set_forkserver_preload(
+    ["lightning_mp.contrastive.loss" if _IS_INTERPRETED else "tests.preloaded"]
+)
 
 
 def exit_code_of(function: Callable[..., Any], *args: Any) -> int | None:

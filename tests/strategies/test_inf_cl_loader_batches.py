@@ -165,6 +165,8 @@ class Watches(Dataset):
 @pytest.mark.slow
 def test_host_memory_holds_one_gathered_batch() -> None:
     strategy = InfCLStrategy(micro_batch_size=3, loader_batches_per_step=3, offload="host")
+    gc.collect()
+    gc.freeze()  # so that the collections of `Watches` visit the objects of this test only
     make_trainer(strategy, max_epochs=1).fit(NotesBatches(), DataLoader(Watches(), batch_size=4))
     assert len(Watches.batches) == 4
     assert Watches.counts == [0] * 48, "none of before stands beside the one that is gathered"
