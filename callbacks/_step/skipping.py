@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_mp.callbacks._step.recorder import recorder_of
 from lightning_mp.callbacks._step.training_state import is_fused, scaler_of
 from lightning_mp.callbacks._words.usage import usage
-from lightning_mp.optim.found_inf import takes_found_inf
+from lightning_mp.optim._found_inf import takes_found_inf
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._scaling.step_control import HeldSchedule, hold_global_step
 from lightning_mp.precision._weights.ledger import parameters_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16, SafeAdamW
-from lightning_mp.optim.found_inf import skips_on_gpu
+from lightning_mp.optim._found_inf import skips_on_gpu
 from lightning_mp.precision._scaling import scaled_precision
 from tests.fake_cuda import FakeCuda
 from tests.precision.models import Regression, fit, loader

@@ -18,8 +18,8 @@ from typing_extensions import override
 from lightning_mp._arguments import refuse_values
 from lightning_mp._foreign import ForLightning
 from lightning_mp.numerics.tensor_stats import local_shard
+from lightning_mp.optim._found_inf import found_inf_of, skips_on_gpu
 from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
-from lightning_mp.optim.found_inf import found_inf_of, skips_on_gpu
 from lightning_mp.precision._scaling.step_control import HeldSchedule, hold_global_step
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
 from lightning_mp.precision._weights.ledger import Ledger, check_optimizer
