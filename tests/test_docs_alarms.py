@@ -23,8 +23,8 @@ from lightning_mp import (
     RepresentationMonitor,
     SpikeGuard,
 )
-from lightning_mp.callbacks._rules.records import History
 from lightning_mp.callbacks._words.sentences import MESSAGES
+from lightning_mp.callbacks.monitor import History
 from tests.monitors.planted_failures import FAILURES
 from tests.monitors.planted_outputs import Sparse
 

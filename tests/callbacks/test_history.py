@@ -10,7 +10,6 @@ import torch
 
 from lightning_mp.callbacks import Alarm, InstabilityMonitor, InstabilityWarning, SpikeGuard
 from lightning_mp.callbacks.monitor import History
-from lightning_mp.precision._choice.module_selection import as_written
 from tests.callbacks.models import Watched, watch
 
 
@@ -134,10 +133,6 @@ def test_alarm_repeats_after_the_given_steps_and_a_note_does_not_warn() -> None:
     again = _Says(repeat_after_steps=4)
     again.load_state_dict(through_checkpoint(monitor.state_dict()))
     assert repr(again.state_dict()) == repr(monitor.state_dict())  # NaN is not equal to itself
-
-
-def test_names_omit_the_prefixes_of_wrappers() -> None:
-    assert as_written("a._orig_mod.b._fsdp_wrapped_module.c") == "a.b.c"
 
 
 @pytest.mark.parametrize("value", [0, 1.5, True])

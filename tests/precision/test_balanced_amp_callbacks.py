@@ -16,7 +16,6 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
@@ -32,10 +31,11 @@ from tests.precision.models import (
     relative,
 )
 
+Plugin = BalancedAMP | PureFP16
 plugins = pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
 
 
-def fp16(plugin_type: type[ScaledPrecision]) -> ScaledPrecision:
+def fp16(plugin_type: type[Plugin]) -> Plugin:
     return plugin_type(loss_scale=2.0**10)
 
 

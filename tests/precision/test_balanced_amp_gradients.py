@@ -11,7 +11,6 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
@@ -24,7 +23,8 @@ from tests.precision.models import (
     parameters_of,
 )
 
-PLUGINS: dict[str, Callable[[], ScaledPrecision]] = {
+Plugin = BalancedAMP | PureFP16
+PLUGINS: dict[str, Callable[[], Plugin]] = {
     "fp16 O2": lambda: BalancedAMP(loss_scale=2.0**10),
     "fp16 O1": lambda: BalancedAMP(loss_scale=2.0**10, weights="full"),
     "bf16 O2": lambda: BalancedAMP(half="bf16"),
@@ -36,7 +36,7 @@ CLIPPING: dict[str, tuple[float, str]] = {"norm": (0.1, "norm"), "value": (0.01,
 clipping = pytest.mark.parametrize("clipping", CLIPPING.values(), ids=CLIPPING)
 
 
-def growing(plugin_type: Any) -> ScaledPrecision:
+def growing(plugin_type: Any) -> Plugin:
     """Return a plugin whose loss scale doubles at every step."""
     return plugin_type(loss_scale=LossScaleConfig(init_scale=2.0**4, growth_interval=1))
 
@@ -46,7 +46,7 @@ def growing_stock() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler)
 
 
-def tolerance(plugin: ScaledPrecision) -> float:
+def tolerance(plugin: Plugin) -> float:
     return 2**-7 if plugin.half == "fp16" else 2**-4
 
 
@@ -111,7 +111,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 @clipping
 def test_automatic_clipping_equals_fp32(
     clipping: tuple[float, str],
-    make_plugin: Callable[[], ScaledPrecision],
+    make_plugin: Callable[[], Plugin],
     make_optimizer: Callable[..., Optimizer],
 ) -> None:
     """Lightning's 16-mixed does not clip with fused optimizers (Lightning#21435)."""
@@ -132,7 +132,7 @@ def test_automatic_clipping_equals_fp32(
 @plugins
 @clipping
 def test_manual_clipping_equals_fp32(
-    clipping: tuple[float, str], make_plugin: Callable[[], ScaledPrecision]
+    clipping: tuple[float, str], make_plugin: Callable[[], Plugin]
 ) -> None:
     """Lightning clipped scaled gradients, which removed most of each gradient (Lightning#18089)."""
     reference, model = (ClippedByHand(clipping, make_optimizer=OPTIMIZERS["sgd"]) for _ in "12")
@@ -158,7 +158,7 @@ def _assert_clipped_alike(
 @pytest.mark.parametrize("change", ["backward", "zero_grad", "zeros", "clip", "edit"])
 @plugins
 def test_gradient_changes_after_clipping_equal_fp32(
-    make_plugin: Callable[[], ScaledPrecision], change: str
+    make_plugin: Callable[[], Plugin], change: str
 ) -> None:
     class Changing(ClippedByHand):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -186,7 +186,7 @@ def test_gradient_changes_after_clipping_equal_fp32(
 
 
 @plugins
-def test_clipping_without_a_step_equals_fp32(make_plugin: Callable[[], ScaledPrecision]) -> None:
+def test_clipping_without_a_step_equals_fp32(make_plugin: Callable[[], Plugin]) -> None:
     class Clips(ClippedByHand):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
             optimizer = self.optimizers()
@@ -215,7 +215,7 @@ def test_clipped_gradient_with_inf_skips_the_step() -> None:
 
 
 @plugins
-def test_accumulated_batches_equal_fp32(make_plugin: Callable[[], ScaledPrecision]) -> None:
+def test_accumulated_batches_equal_fp32(make_plugin: Callable[[], Plugin]) -> None:
     reference, model = Regression(), Regression()
     start, plugin = parameters_of(model), make_plugin()
     for each, precision in ((reference, None), (model, plugin)):
@@ -229,7 +229,7 @@ def test_accumulated_batches_equal_fp32(make_plugin: Callable[[], ScaledPrecisio
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
 @plugins
 def test_training_step_that_returns_none_changes_nothing(
-    make_plugin: Callable[[], ScaledPrecision],
+    make_plugin: Callable[[], Plugin],
 ) -> None:
     class Sometimes(Regression):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
@@ -327,7 +327,7 @@ def test_two_optimizers_differ_from_fp32_with_the_scaler_of_torch() -> None:
 
 @plugins
 def test_parameter_gradients_equal_fp32_before_the_step(
-    make_plugin: Callable[[], ScaledPrecision],
+    make_plugin: Callable[[], Plugin],
 ) -> None:
     """The `grad_norm` of Lightning's documentation returned 1008 times the norm."""
     seen: list[dict[str, float]] = []

@@ -8,7 +8,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import Adam
 
-from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
@@ -17,6 +16,7 @@ from tests.precision.models import Regression, fit, loader, parameters_of
 
 BAD = (2, 3)
 BATCHES = 6
+Plugin = BalancedAMP | PureFP16
 settings = pytest.mark.parametrize("weights", ["half", "full", "pure"])
 
 
@@ -24,7 +24,7 @@ def adam(parameters: Any) -> Adam:
     return Adam(parameters, lr=0.01)
 
 
-def make_plugin(weights: str = "half") -> ScaledPrecision:
+def make_plugin(weights: str = "half") -> Plugin:
     """Return PureFP16 for `"pure"`, otherwise BalancedAMP with these weights."""
     config = LossScaleConfig(init_scale=2.0**10)
     if weights == "pure":

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mp.precision._choice.module_selection import select_modules, select_norms
+from lightning_mp.precision._choice.module_selection import as_written, select_modules, select_norms
 
 
 class T5LayerNorm(nn.Module):
@@ -170,3 +170,7 @@ def test_name_that_selects_everything_or_nothing_raises(name: str) -> None:
         ValueError, match=r"Its submodules: \['encoder', 'encoder2', 'final'\]|Similar"
     ):
         select_modules(Model(), [name])
+
+
+def test_names_omit_the_prefixes_of_wrappers() -> None:
+    assert as_written("a._orig_mod.b._fsdp_wrapped_module.c") == "a.b.c"
