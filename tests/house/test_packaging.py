@@ -105,13 +105,15 @@ def test_wheel_in_a_fresh_environment_imports_every_public_name(
             "print(lightning_mp.__file__)",
         ]
     )
+    # `PYTHONPATH` would put another copy of the package before the wheel.
+    outside = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": ""}}
     run = subprocess.run(
-        [python, "-W", "ignore", "-c", script], cwd=tmp_path, capture_output=True, text=True
+        [python, "-W", "ignore", "-c", script], capture_output=True, text=True, **outside
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(str(tmp_path))
     console = subprocess.run(
-        [python.with_name("lightning-mp"), "--help"], cwd=tmp_path, capture_output=True, text=True
+        [python.with_name("lightning-mp"), "--help"], capture_output=True, text=True, **outside
     )
     assert console.returncode == 0, console.stderr
     assert "{fit,validate,test,predict,report,plan,doctor,preflight}" in console.stdout
