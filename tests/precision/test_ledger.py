@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_mp import BalancedAMP, PureFP16, SafeAdamW
 from tests.precision.models import Regression, fit, loader, parameters_of, perceptron, relative
+from tests.precision.support_cases import ScheduleFree
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "BalancedAMP fp16": BalancedAMP,
@@ -181,40 +182,6 @@ def test_optimizers_with_a_closure_run_in_bf16_or_raise_at_the_start(
     assert model.losses == []
 
 
-class Averaging(SGD):
-    """Replaces weights by their average for evaluation, as ScheduleFree does."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.is_training = True
-
-    @torch.no_grad()
-    def _move(self, weight: float) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "average" in self.state[p]:
-                    p.lerp_(self.state[p]["average"], weight)
-
-    def train(self) -> None:
-        if not self.is_training:
-            self._move(-1.0)
-        self.is_training = True
-
-    def eval(self) -> None:
-        if self.is_training:
-            self._move(0.5)
-        self.is_training = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
-                average.lerp_(p, 0.1)
-        return result
-
-
 @plugins
 def test_schedule_free_optimizers_run_on_fp32_weights_and_raise_on_half_weights(
     make_plugin: Any,
@@ -226,7 +193,7 @@ def test_schedule_free_optimizers_run_on_fp32_weights_and_raise_on_half_weights(
         def on_train_batch_end(self, *_: Any) -> None:
             self.optimizers().eval()
 
-    plain, model = Switches(make_optimizer=Averaging), Switches(make_optimizer=Averaging)
+    plain, model = Switches(make_optimizer=ScheduleFree), Switches(make_optimizer=ScheduleFree)
     start, plugin = parameters_of(plain), make_plugin()
     if isinstance(plugin, PureFP16):
         with pytest.raises(MisconfigurationException, match=r"`train\(\)` and `eval\(\)` write"):

@@ -16,21 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mp import BalancedAMP
 from lightning_mp.precision._weights.working_copies import WorkingCopies
 from tests.precision.models import Regression, fit, loader
+from tests.precision.support_cases import Meeting
 from tests.precision.working_models import X, gradients, run
 
 WAIT = 60  # seconds after which a hanging test fails
-
-
-class Meeting(nn.Linear):
-    """A layer that lets another thread run once during its forward."""
-
-    amid: Callable[[], None] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        amid, self.amid = self.amid, None
-        if amid is not None:
-            amid()
-        return super().forward(x)
 
 
 def in_thread(call: Callable[[], Any], start: Any = None) -> Any:
