@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
@@ -34,9 +35,15 @@ def skips_on_gpu(optimizer: Optimizer) -> bool:
 
 
 @contextlib.contextmanager
-def found_inf_of(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
-    """Pass a flag to the step of an optimizer, as `torch.amp.GradScaler` does."""
-    optimizer.found_inf, optimizer.grad_scale = found_inf, None
+def found_inf_of(optimizer: Any, *flags: Tensor | None) -> Iterator[None]:
+    """Skip a step of an optimizer if any flag is nonzero, as `torch.amp.GradScaler` does."""
+    found = [(flag != 0).float() for flag in flags if flag is not None]
+    if not found:
+        yield
+        return
+    # The maximum, because torch's kernels skip at exactly 1.
+    optimizer.found_inf = torch.stack([flag.to(found[0].device) for flag in found]).amax()
+    optimizer.grad_scale = None
     try:
         yield
     finally:

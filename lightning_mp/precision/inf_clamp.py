@@ -64,7 +64,8 @@ class InfClamp:
         self.modules = tuple(modules)
         self.value = float(value)
         self.gradient = gradient
-        self._names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
+        """Dotted paths of the clamped modules, in the order of `root.named_modules()`."""
         self._counters: list[_Counter] = []
         self._handles: list[RemovableHandle] = []
         self._loaded: dict[str, int] = {}
@@ -85,9 +86,9 @@ class InfClamp:
         self.remove()
         chosen = named | returning | stream.norms
         clamped = [(path, module) for path, module in root.named_modules() if module in chosen]
-        self._names = tuple(as_written(path) for path, _ in clamped)
+        self.names = tuple(as_written(path) for path, _ in clamped)
         device = _device_of(root)
-        self._counters = [_Counter(self._loaded.get(name, 0), device) for name in self._names]
+        self._counters = [_Counter(self._loaded.get(name, 0), device) for name in self.names]
         self._loaded = {}
         for (_, module), counter in zip(clamped, self._counters, strict=True):
             clamp = _Clamp(counter, self.gradient, self.value)
@@ -108,11 +109,6 @@ class InfClamp:
             handle.remove()
         self._handles = []
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Dotted paths of the clamped modules, in the order of `root.named_modules()`."""
-        return self._names
-
     def counts(self) -> Tensor:
         """Return the number of clamped elements per module since `attach` or `reset_counts`.
 
@@ -130,7 +126,7 @@ class InfClamp:
 
     def counted(self) -> dict[str, int]:
         """Return the counts by name; takes one host sync."""
-        return dict(zip(self._names, self.counts().tolist(), strict=True))
+        return dict(zip(self.names, self.counts().tolist(), strict=True))
 
     def reset_counts(self) -> None:
         """Reset all counts to zero."""
@@ -143,8 +139,8 @@ class InfClamp:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the counts of modules clamped here, now or at the next `attach`."""
-        self._loaded = {} if self._names else dict(state_dict["counts"])
-        for name, counter in zip(self._names, self._counters, strict=True):
+        self._loaded = {} if self.names else dict(state_dict["counts"])
+        for name, counter in zip(self.names, self._counters, strict=True):
             counter.value.fill_(state_dict["counts"].get(name, 0))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16, SafeAdamW
-from lightning_mp.optim._found_inf import skips_on_gpu
+from lightning_mp.optim._found_inf import found_inf_of, skips_on_gpu
 from lightning_mp.precision._scaling import scaled_precision
 from tests.fake_cuda import FakeCuda
 from tests.precision.models import Regression, fit, loader
@@ -86,6 +86,27 @@ def test_steps_before_the_decision_equal_steps_after_it(
     assert equal(after.weights, before.weights)
     assert after.losses == before.losses
     assert equal(numbers_of(after), numbers_of(before))
+
+
+def test_requested_skip_without_a_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for steps_first in (False, True):
+        monkeypatch.setattr(scaled_precision, "skips_on_gpu", lambda _, first=steps_first: first)
+        model = Regression(make_optimizer=OPTIMIZERS["AdamW"])
+        trainer = fit(model, PureFP16(half="bf16"), loader(4), callbacks=[Skip(1)])
+        assert trainer.global_step == 3
+        runs.append(model.weights)
+    assert equal(*runs)
+    assert torch.equal(runs[1][1], runs[1][0])
+    assert not torch.equal(runs[1][2], runs[1][1])
+
+
+def test_flag_of_a_step_is_exactly_one_because_kernels_compare_with_one() -> None:
+    optimizer = AdamW([nn.Parameter(torch.ones(1))], fused=True)
+    with found_inf_of(optimizer, torch.tensor(1.0), None, torch.tensor(True)):
+        assert optimizer.found_inf.item() == 1.0
+    with found_inf_of(optimizer, None):
+        assert not hasattr(optimizer, "found_inf")
 
 
 @pytest.mark.gpu

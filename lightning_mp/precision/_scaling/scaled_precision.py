@@ -236,16 +236,13 @@ class ScaledPrecision(Precision, ForLightning):
         # Before `on_before_optimizer_step` and clipping, which `_after_closure` runs.
         found_inf = self._unscale(optimizer)
         self._after_closure(model, optimizer)
-        flag = None
-        if found_inf is not None and skips_on_gpu(optimizer):
-            # Before the host waits for the flags, so that the GPU steps in the meantime.
-            request = self._skip_request
-            flag = found_inf if request is None else found_inf.maximum((request != 0).to(found_inf))
-            with self._step_of(optimizer), found_inf_of(optimizer, flag):
+        steps_first = skips_on_gpu(optimizer)
+        if steps_first:  # before the host waits for the flags
+            with self._step_of(optimizer), found_inf_of(optimizer, found_inf, self._skip_request):
                 optimizer.step(**kwargs)
         if not self._decide(optimizer, found_inf):
             hold_global_step(model)
-        elif flag is None:
+        elif not steps_first:
             with self._step_of(optimizer):
                 optimizer.step(**kwargs)
         if model.automatic_optimization:
