@@ -26,6 +26,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Built from a copy, because setuptools would add the files of an earlier build in `build/`.
     others = shutil.ignore_patterns(".*", "build", "*.egg-info", "cache", "output", "__pycache__")
     tree = shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=others)
+    # In a clone, setuptools-scm passes the files of the last commit to setuptools.
+    git = ["git", "-C", tree, "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in ("init", "add --all --force", "commit --message clone"):
+        subprocess.run([*git, *command.split()], check=True, capture_output=True)
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, tree],
         check=True,
