@@ -33,7 +33,12 @@ def main(args: Sequence[str] | None = None) -> None:
     jsonargparse.set_parsing_settings(add_print_completion_argument=True)
     cli = LightningMPCLI(
         args=args,  # type: ignore[arg-type]
-        parser_kwargs={"prog": "lightning-mp", "version": lightning_mp.__version__},
+        parser_kwargs={
+            "prog": "lightning-mp",
+            "version": lightning_mp.__version__,
+            "description": "LightningCLI with all classes of lightning-mp available by name, and "
+            "commands that plan, check and report a run.",
+        },
         # Overwrite the config of an earlier run in the same folder, as its checkpoints are.
         save_config_kwargs={"overwrite": True},
     )

@@ -3,10 +3,12 @@
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
+from typing_extensions import override
 
+from lightning_mp.cli.reasons import explained
 from lightning_mp.doctor.command import doctor
 from lightning_mp.doctor.preflight import preflight
 from lightning_mp.plan.command import plan
@@ -41,9 +43,17 @@ def summary(name: str) -> str:
     return (inspect.getdoc(COMMANDS[name]) or "").partition("\n")[0]
 
 
+class _Parser(ArgumentParser):
+    """Appends to the error messages of jsonargparse what to change."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        super().error(explained(message, self), ex)
+
+
 def command_parser(name: str, **kwargs: Any) -> ArgumentParser:
     """Return the parser of a command, with the arguments of its function."""
-    parser = ArgumentParser(description=summary(name), **kwargs)
+    parser = _Parser(description=summary(name), **kwargs)
     parser.add_function_arguments(COMMANDS[name], as_group=False, as_positional=True)
     for action in parser._actions:
         if action.type is bool or getattr(action, "_typehint", None) is bool:

@@ -7,13 +7,13 @@ from typing_extensions import override
 
 import lightning_mp
 from lightning_mp.cli.commands import COMMANDS, command_parser, summary
-from lightning_mp.cli.reasons import reason_of
+from lightning_mp.cli.reasons import explained, reason_of
 
 __all__ = ["LightningMPCLI"]
 
 
 class _Parser(LightningArgumentParser):
-    """Appends the reason to the error messages of jsonargparse."""
+    """Appends to the error messages of jsonargparse what to change."""
 
     @override
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
@@ -23,9 +23,7 @@ class _Parser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        # Parsers of nested classes do not exit; their messages become part of the outer message.
-        reason = reason_of(message) if self.exit_on_error else None
-        super().error(message if reason is None else f"{message.strip()}\nReason: {reason}", ex)
+        super().error(explained(message, self), ex)
 
 
 class LightningMPCLI(LightningCLI):

@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser
 import lightning_mp
 from lightning_mp._arguments import nearest
 
-__all__ = ["reason_of"]
+__all__ = ["explained", "reason_of"]
 
 _UNION = "Does not validate against any of the Union subtypes"
 _LOCATION = re.compile(r"""(?:Parser key "|Problem with given class_path ')(.+)["']:$""")
@@ -23,6 +23,7 @@ _OPTION = re.compile(r"Option '(.+)' is not accepted")
 _UNKNOWN = re.compile(r"Expected a dot import path string: (.+)")
 # Messages about types and classes that the user did not intend.
 _NOISE = re.compile(r"Expected an? |Not a valid subclass of |Import path .+ does not correspond to")
+_UNRECOGNIZED = "unrecognized arguments: "
 _MAX_REASONS = 3
 
 
@@ -31,6 +32,27 @@ class _Reason:
     locations: tuple[str, ...]  # keys and classes, from outermost to innermost
     text: str
     rank: int  # 2 if the line says what to change, 0 if it is noise
+
+
+def explained(message: str, parser: ArgumentParser) -> str:
+    """Append to an error of a parser what to change, if that is known."""
+    if not parser.exit_on_error:  # a nested class: its message becomes part of the outer message
+        return message
+    if message.startswith(_UNRECOGNIZED):
+        return f"{message}{_hint(message[len(_UNRECOGNIZED) :].split()[0], parser)}"
+    reason = reason_of(message)
+    return message if reason is None else f"{message.strip()}\nReason: {reason}"
+
+
+def _hint(argument: str, parser: ArgumentParser) -> str:
+    """Return a suggestion for an argument that the parser does not know."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    if argument.startswith("-"):
+        near = nearest(argument.partition("=")[0], options)
+        return f". Did you mean `{near}`?" if near else ""
+    names = ("--config",) if argument.endswith((".yaml", ".yml")) else ("--config", "--model")
+    written = [f"`{name} {argument}`" for name in names if name in options]
+    return f". Write {' or '.join(written)}." if written else ""
 
 
 def reason_of(message: str) -> str | None:

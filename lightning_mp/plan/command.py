@@ -66,24 +66,28 @@ def plan(
     from lightning_mp.plan.formulas import GIB
     from lightning_mp.plan.table import advice, plan_lines
 
-    if (config is None) == (model is None):
-        raise SystemExit("lightning-mp plan: pass either `--config` or `--model`.")
     try:
+        asked = None if batch is None else pairs_of(batch, "--batch")
+        per_epoch = None if pairs is None else pairs_of(pairs, "--pairs")
+        counts = {"gpus": gpus, "gpus-per-node": gpus_per_node, "micro-batch": micro_batch}
+        for name, count in {**counts, "loader-batches": loader_batches}.items():
+            if count is not None and count < 1:
+                raise ValueError(f"Passed `--{name} {count}`. It must be at least 1.")
+        if (config is None) == (model is None):
+            raise ValueError("pass either `--config` or `--model`.")
         subject = _subject(config, model, precision)
         given = {"micro_batch": micro_batch, "offload": offload, "loader_batches": loader_batches}
         chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         subject = replace(subject, **chosen)
         per_node = gpus_per_node or subject.devices or _GPUS
         ranks = gpus or per_node * subject.nodes
-        asked = subject.rank_batch and subject.rank_batch * ranks
-        if batch is not None:
-            asked = pairs_of(batch)
+        if batch is None:
+            asked = subject.rank_batch and subject.rank_batch * ranks
         rate = None
         if tflops is not None or pairs_per_second is not None:
             work = subject.flops_per_pair(cached=True)
             flops = (pairs_per_second or 0.0) * work if tflops is None else tflops * 1e12
             rate = Rate(pairs_per_second or flops / work, flops, network * 1e9)
-        per_epoch = None if pairs is None else pairs_of(pairs)
     except (ValueError, OSError) as error:  # the arguments are wrong: a traceback would not help
         raise SystemExit(f"lightning-mp plan: {error}") from None
     if asked is None:
@@ -93,8 +97,8 @@ def plan(
     print(f"\nAdvice: {advice(subject, machine, asked)}")
 
 
-def pairs_of(text: str) -> int:
-    """Parse a number of pairs: `4096`, `64k` (times 1,024) or `10M` (times 1,024 k)."""
+def pairs_of(text: str, option: str) -> int:
+    """Parse an option's number of pairs: `4096`, `64k` (times 1,024) or `10M` (times 1,024 k)."""
     number, factor = text.replace("_", "").replace(",", ""), 1
     for letter, value in (("k", 2**10), ("M", 2**20), ("G", 2**30)):
         if number.lower().endswith(letter.lower()):
@@ -104,7 +108,9 @@ def pairs_of(text: str) -> int:
     except (ValueError, OverflowError):
         pairs = 0
     if pairs < 1:
-        raise ValueError(f"Passed {text!r} as a number of pairs. Write it as 4096, 64k or 10M.")
+        raise ValueError(
+            f"Passed `{option} {text}`. It must be a number of pairs, such as 4096, 64k or 10M."
+        )
     return pairs
 
 

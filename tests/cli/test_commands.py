@@ -25,6 +25,26 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
     assert f"{{fit,validate,test,predict,{','.join(COMMANDS)}}}" in printed
     assert f"report {summary('report')}" in printed
     assert "usage: lightning-mp " in printed
+    assert "commands that plan, check and report a run." in printed
+
+
+@pytest.mark.parametrize(("args", "last_line"), [
+    ("doctor run.yaml", "unrecognized arguments: run.yaml. Write `--config run.yaml`."),
+    ("preflight --step=3 --setps 3", "unrecognized arguments: --setps 3. Did you mean `--steps`?"),
+    ("plan run.yml", "unrecognized arguments: run.yml. Write `--config run.yml`."),
+    ("plan ViT-B/32", "unrecognized arguments: ViT-B/32. Write `--config ViT-B/32` or "
+     "`--model ViT-B/32`."),
+    ("report folder other", "unrecognized arguments: other"),
+    ("plan --gpus x", "Reason: gpus -> Expected one of [int, None]. Got value: x"),
+    pytest.param("fit run.yaml", "unrecognized arguments: run.yaml. Write `--config run.yaml`.",
+                 marks=pytest.mark.slow),
+])  # fmt: skip
+def test_error_of_a_wrong_argument_ends_with_what_to_change(
+    args: str, last_line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(args.split())
+    assert capsys.readouterr().err.splitlines()[-1].removeprefix("error: ") == last_line
 
 
 @pytest.fixture

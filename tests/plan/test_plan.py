@@ -32,11 +32,11 @@ GIB = 2**30
 
 
 def test_pairs_are_parsed_as_in_the_papers() -> None:
-    assert pairs_of("4096") == 4096
-    assert pairs_of("1024k") == pairs_of("1M") == 2**20
-    assert pairs_of("10M") == 10 * 2**20
-    with pytest.raises(ValueError, match="Passed 'many' as a number of pairs"):
-        pairs_of("many")
+    assert pairs_of("4096", "--batch") == 4096
+    assert pairs_of("1024k", "--batch") == pairs_of("1M", "--batch") == 2**20
+    assert pairs_of("10M", "--batch") == 10 * 2**20
+    with pytest.raises(ValueError, match="Passed `--batch many`. It must be a number of pairs"):
+        pairs_of("many", "--batch")
 
 
 class _Towers(nn.Module):
@@ -149,6 +149,18 @@ def test_plan_without_arguments_lists_the_options() -> None:
         main(["plan"])
     with pytest.raises(SystemExit, match="must be one of 32-true"):
         main(["plan", "--model", "ViT-L/14", "--precision", "fp8"])
+
+
+@pytest.mark.parametrize("option", ["gpus", "gpus-per-node", "micro-batch", "loader-batches"])
+def test_count_below_one_is_refused(option: str) -> None:
+    with pytest.raises(SystemExit, match=f"Passed `--{option} 0`. It must be at least 1."):
+        main(["plan", "--model", "ViT-B/32", "--batch", "64k", f"--{option}", "0"])
+
+
+@pytest.mark.parametrize("option", ["--batch", "--pairs"])
+def test_wrong_number_of_pairs_is_refused_before_the_model_is_missed(option: str) -> None:
+    with pytest.raises(SystemExit, match=f"Passed `{option} x`. It must be a number of pairs"):
+        main(["plan", option, "x"])
 
 
 @pytest.mark.sweep
