@@ -42,6 +42,9 @@ class FakeStream:
     def synchronize(self) -> None:
         self.record_event().synchronize()
 
+    def is_capturing(self) -> bool:
+        return self._gpu.captured is not None
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FakeStream) and other.number == self.number
 
