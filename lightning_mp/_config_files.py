@@ -14,11 +14,16 @@ def read_config(paths: str | Sequence[str]) -> dict[str, Any]:
 
     Raises:
         OSError: A file cannot be read.
-        ValueError: A file holds no mapping.
+        ValueError: A file is not valid YAML, or holds no mapping.
     """
     merged: dict[str, Any] = {}
     for path in [paths] if isinstance(paths, str) else paths:
-        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        try:
+            settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(
+                f"Passed `--config {path}`, which is not valid YAML: {error}"
+            ) from None
         if not isinstance(settings, dict):
             raise ValueError(
                 f"Passed `--config {path}`, which holds no settings. It must be a YAML file as for "

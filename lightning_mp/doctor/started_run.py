@@ -118,7 +118,7 @@ def start(
 
     Raises:
         OSError: A file cannot be read.
-        ValueError: A file holds no mapping.
+        ValueError: A file is not valid YAML, or holds no mapping.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a `class_path` may refer to code in this folder

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -98,7 +99,13 @@ def _measured_model(
     # Some models cannot be made without memory, because open_clip moves its models to a device.
     # Others read values, or have operators without a shape function.
     for made_in in (nullcontext(), unset_fake_temporarily()):
-        with contextlib.suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
+        with (
+            contextlib.suppress(Exception),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            warnings.catch_warnings(),
+        ):
+            # `nn.TransformerEncoder` copies its layer, and `copy.deepcopy` reads the pointer.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             return *measure(made_in, fake=True), "on tensors without memory"
     return *measure(nullcontext(), fake=False), "on a few real pairs"
 

@@ -142,3 +142,6 @@ def test_unreadable_config_ends_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("nothing")
     with pytest.raises(SystemExit, match="holds no settings"):
         main(["doctor", "--config", str(tmp_path / "run.yaml")])
+    (tmp_path / "run.yaml").write_text("trainer: [")
+    with pytest.raises(SystemExit, match="run.yaml`, which is not valid YAML: while parsing"):
+        main(["doctor", "--config", str(tmp_path / "run.yaml")])

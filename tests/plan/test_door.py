@@ -1,5 +1,6 @@
 """`plan` for a model with one tower, and for a config whose model has the loader."""
 
+import copy
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -42,6 +43,14 @@ class WithoutLoader(WithLoader):
     train_dataloader = pl.LightningModule.train_dataloader
 
 
+class WithCopies(WithLoader):
+    """Copies a layer, as `nn.TransformerEncoder` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = nn.Sequential(self.visual, copy.deepcopy(nn.Linear(8, 8)))
+
+
 def config(folder: Path, model: type) -> str:
     strategy = {"class_path": "InfCLStrategy", "init_args": {"loader_batches_per_step": 2}}
     path = folder / "run.yaml"
@@ -67,6 +76,18 @@ def test_config_with_a_loader_in_the_model_is_planned(
     assert "The loss holds logits or a workspace of tiles; the backbone holds gradients" in printed
     main(["plan", "--config", path, "--gpus", "8"])
     assert "Batch 768 on 8 rank(s), 96 each" in capsys.readouterr().out
+
+
+def test_model_that_copies_layers_is_measured_without_warnings(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    torch.set_warn_always(True)  # also if another test of this process has caused the warning
+    try:
+        subject = subject_of_config(config(tmp_path, WithCopies))
+    finally:
+        torch.set_warn_always(False)
+    assert subject.found == "on tensors without memory"
+    assert not [str(each.message) for each in recwarn if "FakeTensor" in str(each.message)]
 
 
 def test_config_without_a_loader_raises_an_error(tmp_path: Path) -> None:
