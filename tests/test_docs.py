@@ -126,7 +126,9 @@ def test_code_block_runs_unchanged(
 @pytest.mark.distributed
 @pytest.mark.parametrize("block", ON_RANKS)
 def test_block_runs_on_two_ranks(block: Block, folder: Path) -> None:
-    (folder / "script.py").write_text(block.code + "print(trainer.global_step, 'steps')")
+    # `print` writes in parts, between which the other rank may write.
+    report = "import os\nos.write(1, f'\\n{trainer.global_step} steps\\n'.encode())"
+    (folder / "script.py").write_text(block.code + report)
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
