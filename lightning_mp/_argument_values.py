@@ -132,7 +132,7 @@ class ValueTable:
             reason = f"Pass `{name}=[{shown(value)}]`."
         default = self._signature.parameters[name].default
         if default is inspect.Parameter.empty:
-            usual = f"Pass `{name}=...`."
+            usual = "It has no default."
         elif default is None or callable(default):
             usual = "Leave it out for the default."
         else:

@@ -72,7 +72,7 @@ def test_inf_cl_collective_error_names_the_training_step() -> None:
         ("feature", "'features'"),
         ("visual.17", "'visual.1'"),
         ("nothing_like_it", r"Its submodules: \['visual', 'text', 'head', 'loss'\]"),
-        ("log_scale", "no such submodule or method"),
+        ("log_scale", "has no submodule or method"),
     ],
 )
 def test_inf_cl_unknown_tower_lists_similar_names(name: str, hint: str) -> None:

@@ -123,9 +123,9 @@ def find_tower(model: nn.Module, name: str) -> Tower:
     near = difflib.get_close_matches(name, candidates, n=5, cutoff=0.5)
     children = [child for child, _ in model.named_children()]
     raise ValueError(
-        f"Passed the tower {name!r}, but {type(model).__name__} has no such submodule or method. "
+        f"{type(model).__name__} has no submodule or method {name!r}, which `towers` contains. "
         + (f"Similar names: {near}." if near else f"Its submodules: {children}.")
-        + " Write the dotted path from the LightningModule, such as 'visual' or "
+        + " Pass `towers=[...]` with dotted paths from the LightningModule, such as 'visual' or "
         "'model.encode_image'."
     )
 
