@@ -14,12 +14,16 @@ from typing_extensions import override
 from lightning_mp._arguments import PATH, explains_arguments
 from lightning_mp._files import claim, touch, write
 from lightning_mp.callbacks._locate.replay import restored_training
-from lightning_mp.callbacks._preflight.page import preflight_page
+from lightning_mp.callbacks._preflight.page import (
+    preflight_page,
+    settings_of,
+    table_of,
+    verdict_in_words,
+)
 from lightning_mp.callbacks._preflight.result import Preflight
 from lightning_mp.callbacks._preflight.runs import Runs
 from lightning_mp.callbacks._preflight.search import preflight_step
 from lightning_mp.callbacks._step.training_state import is_sharded, scaler_of
-from lightning_mp.callbacks._words.preflight import settings_of, table_of, verdict_in_words
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.callbacks.instability_report import InstabilityReport
 
