@@ -1,8 +1,6 @@
 """`PrecisionPreflight`: names the modules that half precision hurts, and settings that fix it."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mp._arguments import PATH, explains_arguments
-from lightning_mp._files import claim, touch, write
+from lightning_mp._files import Failures, claim, touch, write
 from lightning_mp.callbacks._locate.replay import restored_training
 from lightning_mp.callbacks._preflight.page import (
     preflight_page,
@@ -23,7 +21,7 @@ from lightning_mp.callbacks._preflight.page import (
 from lightning_mp.callbacks._preflight.result import Preflight
 from lightning_mp.callbacks._preflight.runs import Runs
 from lightning_mp.callbacks._preflight.search import preflight_step
-from lightning_mp.callbacks._step.training_state import is_sharded, scaler_of
+from lightning_mp.callbacks._step.training_state import is_sharded
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.callbacks.instability_report import InstabilityReport
 
@@ -118,9 +116,8 @@ class PrecisionPreflight(pl.Callback):
         if found is None or not is_last:
             return
         plugin = trainer.precision_plugin
-        name = type(plugin).__name__
-        self.settings = settings_of(found, name, _arguments_of(trainer))
-        verdict = verdict_in_words(found, name)
+        self.settings = settings_of(found, plugin)
+        verdict = verdict_in_words(found, type(plugin).__name__)
         self._write(trainer, verdict)
         said = [verdict, "", table_of(found), *found.notes]
         if self.settings:
@@ -139,34 +136,10 @@ class PrecisionPreflight(pl.Callback):
         wanted = Path(os.path.abspath(folder)) / "preflight.html"
         title = type(trainer.lightning_module).__name__
         text = preflight_page(self.result, title, verdict, self.settings)
-        try:
+        with Failures(usage).forgiven("report_not_written", path=str(wanted)):
             self.path = claim(wanted, touch)
             write(self.path, text)
-        except OSError as error:
-            rank_zero_warn(usage("report_not_written", path=str(wanted), error=error))
 
     def _end(self, failure: str) -> None:
         self._seen, self.failure = self._wanted, failure
         rank_zero_warn(failure)
-
-
-def _arguments_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the arguments of the precision plugin that a remedy extends or keeps."""
-    plugin: Any = trainer.precision_plugin
-    policy = getattr(plugin, "policy", None)
-    return {
-        "fp32_modules": list(getattr(plugin, "fp32_modules", ["norm"])),
-        "fp32_ops": list(getattr(policy, "fp32_ops", ())),
-        "half_ops": list(getattr(policy, "half_ops", ())),
-        "inf_clamp": list(getattr(getattr(plugin, "inf_clamp", None), "modules", ())),
-        "is_dynamic": getattr(getattr(scaler_of(trainer), "config", None), "dynamic", True),
-        "passed": {k: _yaml_value(v) for k, v in getattr(plugin, "_arguments", {}).items()},
-    }
-
-
-def _yaml_value(value: Any) -> Any:
-    """Return an argument as YAML writes it."""
-    if is_dataclass(value):
-        given = ((each, getattr(value, each.name)) for each in fields(value))
-        return {each.name: v for each, v in given if v != each.default}
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

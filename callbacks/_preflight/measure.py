@@ -45,7 +45,6 @@ def module_errors(runs: Runs) -> tuple[Preflight, Run, dict[str, float]]:
             reason = (str(failure).splitlines() or [type(failure).__name__])[0][:100]
             notes.append(f"`{path}` could not run alone: {reason}")
     ratio, worst = error_of(whole, half, noise)
-    assert runs.half is not None
     losses, stagnant = (whole.loss, half.loss), _stagnant(runs)
     found = Preflight(
         runs.half, losses, ratio, worst, ranked(modules), stagnant=stagnant, notes=tuple(notes[:3])
@@ -107,7 +106,7 @@ def _module_error(runs: Runs, path: str, kind: str, whole: Run, half: Run) -> Mo
     pairs = [(g, e) for g, e in of_both if e.numel() and g.shape == e.shape]
     # All gradients together, because one gradient may be 0 except for rounding.
     together = [torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True)]
-    smallest = torch.finfo(runs.half or torch.float16).tiny  # smallest normal number
+    smallest = torch.finfo(runs.half).tiny  # smallest normal number
     lost = [float(((g == 0) & (e != 0)).float().mean()) for g, e in pairs]
     subnormal = [float(((g != 0) & (g.abs() < smallest)).float().mean()) for g, _ in pairs]
     handed, true = half.calls[path].output.float(), whole.calls[path].output.float()

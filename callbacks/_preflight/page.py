@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from html import escape
 from string import Template
 from typing import Any
@@ -94,43 +95,57 @@ def cells_of(found: Preflight, each: ModuleError) -> tuple[str, ...]:
     return (f"{each.path} ({each.kind})", *cells, f"{each.largest:.3g}", *shares)
 
 
-def settings_of(found: Preflight, plugin: str, arguments: dict[str, Any]) -> str:
-    """Return the YAML of the remedy; empty if no remedy is needed or none was found.
-
-    `arguments` of the plugin are those that a remedy extends; `is_dynamic` tells whether its loss
-    scale moves, `passed` are the arguments that the user passed.
-    """
-    remedy = found.remedy
+def settings_of(found: Preflight, plugin: Any) -> str:
+    """Return the YAML of the remedy; empty if no remedy is needed or none was found."""
+    remedy, kind = found.remedy, type(plugin).__name__
     if not found.stagnates and not found.is_mended:
         return ""
-    is_ours = plugin in _OURS and not found.stagnates and remedy.half is None
-    half = found.half if remedy.half is None else remedy.half
-    wanted: dict[str, Any] = {"half": _NAMES[half], **(arguments["passed"] if is_ours else {})}
+    is_ours = kind in _OURS and not found.stagnates and remedy.half is None
+    wanted: dict[str, Any] = {"half": _NAMES[remedy.half or found.half]}
+    wanted |= _passed_to(plugin) if is_ours else {}
     if found.is_mended and remedy.half is None:
-        wanted |= _changed(remedy, arguments)
-    if plugin in ("MixedPrecision", "Precision") and remedy.half is None:
+        wanted |= _changed(remedy, plugin)
+    if kind in ("MixedPrecision", "Precision") and remedy.half is None:
         wanted["weights"] = "full"  # O1, as Lightning's own mixed precision
-    name = plugin if is_ours else "BalancedAMP"
+    name = kind if is_ours else "BalancedAMP"
     lines = {"trainer": {"plugins": [{"class_path": name, "init_args": wanted}]}}
     text: str = yaml.safe_dump(lines, sort_keys=False)
-    return text if plugin in _OURS else f"# Without `precision:`.\n{text}"
+    return text if kind in _OURS else f"# Without `precision:`.\n{text}"
 
 
-def _changed(remedy: Remedy, arguments: dict[str, Any]) -> dict[str, Any]:
+def _changed(remedy: Remedy, plugin: Any) -> dict[str, Any]:
+    """Return the arguments of a plugin that a remedy sets or extends."""
     if remedy.loss_scale is not None:
-        if not arguments["is_dynamic"]:
+        config = getattr(getattr(plugin, "scaler", None), "config", None)
+        if not getattr(config, "dynamic", True):
             return {"loss_scale": remedy.loss_scale}
-        passed = arguments["passed"].get("loss_scale")
+        passed = _passed_to(plugin).get("loss_scale")
         others = passed if isinstance(passed, dict) else {}
         return {"loss_scale": {**others, "init_scale": remedy.loss_scale}}
-    changed = {
-        kind: [*dict.fromkeys([*arguments[kind], *getattr(remedy, kind)])]
-        for kind, _ in remedy.names
+    policy = getattr(plugin, "policy", None)
+    own = {
+        "fp32_modules": getattr(plugin, "fp32_modules", ["norm"]),
+        "fp32_ops": getattr(policy, "fp32_ops", ()),
+        "inf_clamp": getattr(getattr(plugin, "inf_clamp", None), "modules", ()),
     }
-    moved = [op for op in arguments["half_ops"] if op in remedy.fp32_ops]
-    if moved:  # an op cannot be in both lists
-        changed["half_ops"] = [op for op in arguments["half_ops"] if op not in moved]
+    names = {kind: [*own[kind], *getattr(remedy, kind)] for kind, _ in remedy.names}
+    changed = {kind: [*dict.fromkeys(each)] for kind, each in names.items()}
+    half_ops = getattr(policy, "half_ops", ())
+    if any(op in remedy.fp32_ops for op in half_ops):  # an op cannot be in both lists
+        changed["half_ops"] = [op for op in half_ops if op not in remedy.fp32_ops]
     return changed
+
+
+def _passed_to(plugin: Any) -> dict[str, Any]:
+    """Return the arguments that the user passed to a plugin of this package, as in YAML."""
+    return {name: _yaml_value(value) for name, value in getattr(plugin, "_arguments", {}).items()}
+
+
+def _yaml_value(value: Any) -> Any:
+    if is_dataclass(value):
+        given = ((each, getattr(value, each.name)) for each in fields(value))
+        return {each.name: v for each, v in given if v != each.default}
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _percent(ratio: float) -> str:

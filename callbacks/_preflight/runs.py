@@ -78,15 +78,9 @@ class Runs:
         self.plugin = trainer.precision_plugin
         trained = (p for p in self.module.parameters() if p.requires_grad)
         self.is_true_half = any(p.dtype in HALF_DTYPES for p in trained)
-        self.half = self._half()
+        # All names of bf16, such as `bf16-mixed`, contain `bf16`.
+        self.half = torch.bfloat16 if "bf16" in str(self.plugin.precision) else torch.float16
         self.scale = float(loss_scale_of(trainer) or 1.0)  # the current loss scale
-
-    def _half(self) -> torch.dtype | None:
-        if isinstance(self.plugin, ScaledPrecision):
-            return self.plugin.half_dtype
-        if "bf16" in str(self.plugin.precision):
-            return torch.bfloat16
-        return torch.float16 if "16" in str(self.plugin.precision) else None
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the submodules of the model."""
@@ -105,8 +99,8 @@ class Runs:
 
     def other_halves(self) -> list[torch.dtype]:
         """Return the dtypes with which `BalancedAMP` differs from the run's own plugin."""
-        own = [self.half] if self.is_true_half and self.half is not None else []
-        return [*own, torch.float16 if self.half == torch.bfloat16 else torch.bfloat16]
+        other = torch.float16 if self.half == torch.bfloat16 else torch.bfloat16
+        return [self.half, other] if self.is_true_half else [other]
 
     def in_fp32(self, batch: Any = None, *, records: bool = False) -> Run:
         """Run in fp32, without the plugin, on weights of the same values."""
@@ -133,7 +127,7 @@ class Runs:
         Empty if the plugin computes on half weights, for which it has no op policy, or if the run
         fails.
         """
-        if self.is_true_half or self.half is None:
+        if self.is_true_half:
             return {}
         ops = RoundingOps(self.half, self._device_type, self.named_modules())
         batch, context = self.plugin.convert_input(self.batch), self.plugin.forward_context()
@@ -158,7 +152,7 @@ class Runs:
         with ExitStack() as stack:
             if remedy.half is None:
                 stack.enter_context(self.plugin.forward_context())
-            if policy is not None and half is not None:
+            if policy is not None:
                 stack.enter_context(policy.context(self._device_type, half))
             yield
 
