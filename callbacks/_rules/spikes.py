@@ -4,14 +4,13 @@ Legend: K signals, N places in the window.
 """
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mp.callbacks._rules.records import StepFacts, Verdict
+from lightning_mp.callbacks._rules.records import Severity, StepFacts, Verdict
 
 __all__ = ["RobustWindow", "SignalVerdict", "describe", "is_slight"]
 
@@ -173,35 +172,33 @@ def describe(
     `first_lr` is the learning rate some steps before, `clip_val` the Trainer's `gradient_clip_val`.
     """
     largest, is_scaled = str(facts.largest_gradient), facts.loss_scale is not None
-    is_of_loss = loss.is_spike or not loss.is_finite
+    # With a loss scale, a loss spike also overflows the gradients; report the loss.
+    is_of_loss = not loss.is_finite or (loss.is_spike and (norm.is_finite or is_scaled))
     kind, worse, name = (
         ("loss_spike", loss, "loss") if is_of_loss else ("gradient_spike", norm, largest)
     )
+    limit: float | None = worse.limit
+    severity: Severity = "warning"
     also: tuple[str, ...] = () if action == "warn" else (action,)
     general = ["lower rate"] if facts.lr and not facts.is_rate_ending else []
     general += ["leave out"] if action == "warn" else []
-    if not loss.is_finite:
-        tags = () if math.isnan(loss.median) else ("known",)
-        found = Verdict("non_finite_loss", loss.value, None, "error", name, tags, also)
-        found = replace(found, remedies=("locate", *general))
-    # With a loss scale, a loss spike also overflows the gradients; report the loss.
-    elif not norm.is_finite and not (loss.is_spike and is_scaled):
-        found = Verdict("non_finite_gradient", norm.value, None, "error", largest, (), also)
-        found = replace(found, remedies=("locate", *general))
-        if is_scaled:
-            found = replace(found, severity="info", also=("scaler skips",), remedies=("rare",))
+    remedies = (*_remedies(facts, norm, first_lr, clip_val), *general)
+    if not worse.is_finite:
+        kind = "non_finite_loss" if is_of_loss else "non_finite_gradient"
+        limit, severity, remedies = None, "error", ("locate", *general)
+        if is_of_loss and not math.isnan(loss.median):
+            also = ("median before", *also)
+        if is_scaled and not is_of_loss:
+            severity, also, remedies = "info", ("scaler skips",), ("rare",)
     # A spike that clipping has limited is a note.
-    elif not loss.is_spike and action == "warn" and clip_val and norm.limit >= clip_val:
-        found = Verdict(kind, worse.value, worse.limit, "info", name, (), ("clipped",))
-        found = replace(found, remedies=("nothing",))
-    else:
-        if loss.is_spike:
-            about_norm = "usual norm" if norm.is_finite else "overflow too"
-            also = ("norm too" if norm.is_spike else about_norm, *also)
-        remedies = (*_remedies(facts, norm, first_lr, clip_val), *general)
-        found = Verdict(kind, worse.value, worse.limit, "warning", name, (), also, remedies)
+    elif not is_of_loss and action == "warn" and clip_val and norm.limit >= clip_val:
+        severity, also, remedies = "info", ("clipped",), ("nothing",)
+    elif is_of_loss:
+        about_norm = "usual norm" if norm.is_finite else "overflow too"
+        also = ("norm too" if norm.is_spike else about_norm, *also)
+    found = Verdict(kind, worse.value, limit, severity, name, (), also, remedies)
     # Lower the rate by the factor by which the value exceeds the limit, from 2 to 10.
-    excess = worse.value / worse.limit if found.kind == kind and worse.limit > 0 else 2.0
+    excess = worse.value / limit if limit is not None and limit > 0 else 2.0
     found = found.given(rate=facts.lr, fitting_rate=(facts.lr or 0) / min(max(excess, 2.0), 10.0))
     found = found.given(median=worse.median, z=worse.z, norm=norm.value, norm_limit=norm.limit)
     found = found.given(largest=largest, largest_norm=facts.largest_gradient_norm)

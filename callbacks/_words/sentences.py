@@ -143,14 +143,9 @@ MESSAGES = {
     "The loss scaler skipped all of them, so weights and optimizer states are unchanged.",
     "rewind_to_step": "Training rewound by {undone:count step} to the checkpoint before step "
     "{value:.0f}, and skipped {left_out} more batches.",
-    "rewind_to_step, short": "Training rewound by {undone:count step} to the checkpoint before "
-    "step {value:.0f}, and skipped {left_out} more batches. There was no checkpoint from {wanted} "
-    "steps before.",
     "rewind_failed": "No checkpoint could be read, so training continues without a rewind.",
     "rewind_lost": "{value:.0f} of the checkpoints for a rewind could not be read.",
     "non_finite_loss": "The loss{of_optimizer} is {value}.",
-    "non_finite_loss, known": "The loss{of_optimizer} is {value}. Its median before was "
-    "{median:.4g}.",
     "non_finite_gradient": "The gradient norm{of_optimizer} is {value}, although the loss is "
     "finite. One of the non-finite gradients is that of `{tensor}`.",
     "loss_spike": "The loss{of_optimizer} is {value:.4g}, its median over the last {window} "
@@ -165,6 +160,8 @@ MESSAGES = {
 SENTENCES = {
     "count": "There are {count} such tensors.",
     "forecast": "At this rate of growth it overflows by about step {overflow:.0f}.",
+    "median before": "Its median before was {median:.4g}.",
+    "no mark": "There was no checkpoint from {wanted} steps before.",
     # --- what is done about it -------------------------------------------------------------------
     "skip": "The step was skipped.",
     "stop": "Training stops before this step.",

@@ -18,19 +18,17 @@ class _Number:
         self.value = value
 
     def __format__(self, spec: str) -> str:
-        count = int(self.value) if spec == "th" or spec.startswith(("count ", "is")) else 0
-        if spec == "th" and count < len(_ORDINALS):
-            return _ORDINALS[count]
-        if spec == "th":
-            last = 0 if count % 100 in (11, 12, 13) else count % 10
-            return f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
-        if spec == "is":
+        how, _, noun = spec.partition(" ")
+        if how not in ("th", "is", "count"):
+            return "NaN" if not spec and self.value != self.value else format(self.value, spec)
+        count = int(self.value)
+        if how == "count":
+            return f"{count} {noun}{'' if count == 1 else 's'}"
+        if how == "is":
             return "is" if count == 1 else "are"
-        if spec.startswith("count "):
-            return f"{count} {spec.removeprefix('count ')}{'' if count == 1 else 's'}"
-        if not spec and self.value != self.value:
-            return "NaN"
-        return format(self.value, spec)
+        last = 0 if count % 100 in (11, 12, 13) else count % 10
+        numeral = f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
+        return _ORDINALS[count] if count < len(_ORDINALS) else numeral
 
 
 def words_for(verdict: Verdict, tags: Collection[str], **numbers: Any) -> tuple[str, str]:
