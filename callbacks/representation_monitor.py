@@ -94,24 +94,20 @@ class RepresentationMonitor(SamplingMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         eager = {as_written(name): module for name, module in eager_modules(pl_module)}
-        losses: dict[str, nn.Module] = {}
-        towers: dict[str, nn.Module] = {}
+        self._losses, self._towers = {}, {}
         if self.modules is None:
             kinds = (ContrastiveLoss, MatryoshkaLoss)
             inner = {m.loss for m in eager.values() if isinstance(m, MatryoshkaLoss)}
-            losses = {n: m for n, m in eager.items() if isinstance(m, kinds) and m not in inner}
+            losses = ((n, m) for n, m in eager.items() if isinstance(m, kinds) and m not in inner)
+            self._losses = dict(losses)
         else:
             chosen = {m for name in self.modules for m in find_modules(pl_module, name)}
-            towers = {name: module for name, module in eager.items() if module in chosen}
-        self._losses, self._towers = losses, towers
+            self._towers = {name: module for name, module in eager.items() if module in chosen}
         self._rows.clear()
         self._has_frozen = not all(p.requires_grad for p in pl_module.parameters())
-        self._locked = {
-            name
-            for name, tower in towers.items()
-            if not any(p.requires_grad for p in tower.parameters())
-        }
-        if not losses and not towers:
+        trained = {n for n, m in self._towers.items() for p in m.parameters() if p.requires_grad}
+        self._locked = self._towers.keys() - trained
+        if not self._losses and not self._towers:
             rank_zero_warn(usage("no_features"))
 
     @override
@@ -136,29 +132,28 @@ class RepresentationMonitor(SamplingMonitor):
         tensors = [x for x in received if isinstance(x, Tensor) and x.ndim == 2 and len(x)]
         if len(tensors) < 2 or ("pairs", name) in self._rows:
             return  # the loss itself raises an error for such a call
-        means = [self._add(f"{name}.{each}", x) for each, x in zip(_FEATURES, tensors, strict=True)]
-        for each, x in zip(_FEATURES, tensors, strict=True):
-            if self._has_frozen and not x.requires_grad:
-                self._locked.add(f"{name}.{each}")
+        named = {f"{name}.{each}": x for each, x in zip(_FEATURES, tensors, strict=True)}
+        image_ND, text_ND = (self._add(each, x) for each, x in named.items())
+        if self._has_frozen:
+            self._locked |= {each for each, x in named.items() if not x.requires_grad}
         scale = given.get("logit_scale", 1.0)
         is_trained = isinstance(scale, Tensor) and scale.requires_grad
-        self._rows["pairs", name] = _pair_row(tensors, means, scale if is_trained else torch.nan)
+        self._rows["pairs", name] = _pair_row(image_ND, text_ND, scale if is_trained else torch.nan)
 
     def _add(self, name: str, features: Tensor) -> Tensor:
-        """Measure the first call of a step; return the mean of the normalised features."""
+        """Measure the first call of a step; return the normalised features."""
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             unit_ND = F.normalize(features.detach().flatten(0, -2).float(), dim=1)
-            mean_D = unit_ND.mean(dim=0)
             if ("features", name) in self._rows or len(unit_ND) < _LEAST:
-                return mean_D
-            spread = (1 - mean_D.square().sum()).clamp(min=0).sqrt()
+                return unit_ND
+            spread = (1 - unit_ND.mean(dim=0).square().sum()).clamp(min=0).sqrt()
             some_ND = unit_ND[:: -(-len(unit_ND) // _ROWS)]
             some_ND = some_ND - some_ND.mean(dim=0)
             gram_NN = some_ND @ some_ND.mT
             rank = gram_NN.trace().square() / gram_NN.square().sum().clamp(min=1e-30)
             sketch = _sketch(unit_ND.unflatten(0, features.shape[:-1]))
             self._rows["features", name] = torch.cat([torch.stack([spread, rank]), sketch])
-            return mean_D
+            return unit_ND
 
     @override
     def observe(self, step: TrainingStep) -> Tensor | None:
@@ -176,8 +171,7 @@ class RepresentationMonitor(SamplingMonitor):
         table = dict(zip(sample.context["keys"], sample.array.mean(axis=0), strict=True))
         features = {n: row for (kind, n), row in table.items() if kind == "features"}
         pairs = {n: row for (kind, n), row in table.items() if kind == "pairs"}
-        facts, verdicts = sample.facts, list[Verdict]()
-        metrics: dict[str, float] = {}
+        facts, verdicts, metrics = sample.facts, list[Verdict](), dict[str, float]()
         spread = {name: float(row[0]) for name, row in features.items()}
         rank = {name: float(row[1]) for name, row in features.items()}
         for name in features:
@@ -208,12 +202,11 @@ class RepresentationMonitor(SamplingMonitor):
 
 
 @torch.no_grad()
-def _pair_row(features: list[Tensor], means: list[Tensor], scale: Tensor | float) -> Tensor:
+def _pair_row(image_ND: Tensor, text_ND: Tensor, scale: Tensor | float) -> Tensor:
     """Return the mean similarity of positives and of negatives, and the logit scale."""
-    image_ND, text_ND = (F.normalize(x.detach().float(), dim=1) for x in features)
     count = min(len(image_ND), len(text_ND))  # texts without an image come last
     positives = (image_ND[:count] * text_ND[:count]).sum()
-    total = means[0] @ means[1] * len(image_ND) * len(text_ND)
+    total = (image_ND.sum(dim=0) * text_ND.sum(dim=0)).sum()
     others = max(len(image_ND) * len(text_ND) - count, 1)
     value = torch.as_tensor(scale, dtype=torch.float32, device=image_ND.device).detach()
     return torch.stack([positives / count, (total - positives) / others, value.reshape(())])
