@@ -83,7 +83,6 @@ class ParameterMonitor(SamplingMonitor):
         }
         # `state_key` reads the arguments from attributes of their names.
         vars(self).update(limits)
-        self._patience = patience
         self._rule = ParameterRule(**limits)
         self._waiting: dict[int, nn.Parameter] = {}  # parameters without a gradient so far
         self._spare: dict[str, nn.Parameter] = {}  # parameters in no optimizer
@@ -183,7 +182,7 @@ class ParameterMonitor(SamplingMonitor):
         # Tensors that do not belong to the model raise no other alarm: they have one cause.
         own = [p for p, name in zip(parameters, context["names"], strict=True) if name]
         verdicts += self._rule.judge(facts.step, own)
-        if facts.step >= self._patience:
+        if facts.step >= self._rule.patience:
             tags = ("strange",) if strange else ()
             found = Verdict("not_optimized", len(spare), 0, tensor=spare[0], tags=tags)
             verdicts.append(found.given(strange=strange, count=len(spare)))

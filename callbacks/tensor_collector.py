@@ -3,7 +3,7 @@
 import fnmatch
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -107,6 +107,7 @@ class TensorCollector(SamplingMonitor):
         log: bool = False,
     ) -> None:
         super().__init__(every_n_steps)
+        self.baseline_samples = 0  # no more samples at the start
         self._patterns = {each: _pattern(each) for each in include}
         self.include = tuple(include)
         self.collect = tuple(collect)
@@ -143,24 +144,17 @@ class TensorCollector(SamplingMonitor):
         # A pattern without a match raises an error.
         known = list(modules) if "outputs" in self.collect else []
         known += parameters.values() if {*self.collect} - {"outputs"} else []
-        chosen = set(self._matching(known))
+        chosen: set[str] = set()
+        for text, pattern in self._patterns.items():
+            found = [name for name in known if pattern.fullmatch(name)]
+            if not found:
+                some = ", ".join(map(repr, known[:3]))
+                raise ValueError(usage("no_match", pattern=text, count=len(known), names=some))
+            chosen.update(found)
         self._modules = {name: modules[name] for name in modules if name in chosen}
         self._names = {key: name for key, name in parameters.items() if name in chosen}
 
-    def _matching(self, names: list[str]) -> Iterable[str]:
-        for text, pattern in self._patterns.items():
-            found = [name for name in names if pattern.fullmatch(name)]
-            if not found:
-                some = ", ".join(map(repr, names[:3]))
-                raise ValueError(usage("no_match", pattern=text, count=len(names), names=some))
-            yield from found
-
     # --- a step ----------------------------------------------------------------------------------
-
-    @override
-    def is_due(self, step: int) -> bool:
-        """Return whether to observe a step; unlike other monitors, not more often at the start."""
-        return step % self.every_n_steps == 0
 
     def _row(self, tensor: Tensor, unscale: float | Tensor = 1.0) -> Tensor:
         return tensor_moments(tensor, unscale=unscale, histogram="histogram" in self.reductions)

@@ -16,12 +16,7 @@ _FIRST, _KEPT = 5, 64  # samples of the median that is a level; samples that are
 # Entropy is stored as its inverse, so 50 means an entropy share of 0.02.
 _LARGE = 50.0
 # Least growth since the first level. Logits grow while a model learns; log Z need not.
-_TIMES = {
-    "attention_logit": 8.0,
-    "attention_entropy": 8.0,
-    "output_logit": 8.0,
-    "output_log_z": 4.0,
-}
+_TIMES, _TIMES_LOG_Z = 8.0, 4.0
 _STARVED = 0.01  # share of the tokens that the expert would get under an even split
 _CROWDED = 0.9  # share of all tokens
 # A judgement needs 5 samples, and 500 tokens per expert under an even split: 1% of them is 5.
@@ -44,7 +39,8 @@ class LogitRule(GrowthRule):
         self.add(key, step, -math.log2(grown + 1e-30))
         if value > limit:
             return Verdict(kind, value, limit, tensor=name)
-        threshold = max(_TIMES[kind] * usual, _LARGE)
+        times = _TIMES_LOG_Z if kind == "output_log_z" else _TIMES
+        threshold = max(times * usual, _LARGE)
         if grown <= threshold or not self.is_trend(key):
             return None
         return Verdict(kind, value, threshold, tensor=name, tags=("growing",)).given(usual=usual)

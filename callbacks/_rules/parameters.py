@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_mp.callbacks._rules.records import Learning, Verdict, first_of_each_kind
@@ -69,25 +69,17 @@ class ParameterRule(Learning):
                 self._changed[name] = step
         patient = [p for p in parameters if step - self._seen[p.name] >= self.patience]
         dead = [p for p in patient if not self._lived[p.name]]
-        if dead:
-            verdict = Verdict("no_gradient", tensor=dead[0].name)
-            yield from self._share(verdict, dead, parameters)
-        changed = self._changed
-        still = [p for p in patient if step - changed[p.name] >= self.patience and p not in dead]
-        if still:
-            tags = ("no rate",) if still[0].rate == 0 else ()
-            verdict = Verdict("unchanged_weights", tensor=still[0].name, tags=tags)
-            yield from self._share(verdict, still, parameters)
-
-    def _share(
-        self, verdict: Verdict, found: list[ParameterNumbers], of: Sequence[ParameterNumbers]
-    ) -> Iterable[Verdict]:
-        share = sum(p.numel for p in found) / max(sum(p.numel for p in of), 1)
-        if share > self.max_untrained:
-            found_share = replace(verdict, value=share, threshold=self.max_untrained)
-            yield found_share.given(
-                count=len(found), of=len(of), steps=self.patience, rate=found[0].rate or 0.0
-            )
+        alive = [p for p in patient if self._lived[p.name]]
+        still = [p for p in alive if step - self._changed[p.name] >= self.patience]
+        total = max(sum(p.numel for p in parameters), 1)
+        for kind, found in {"no_gradient": dead, "unchanged_weights": still}.items():
+            share = sum(p.numel for p in found) / total
+            if share > self.max_untrained:
+                first, count, of = found[0], len(found), len(parameters)
+                tags = ("no rate",) if first.rate == 0 else ()
+                verdict = Verdict(kind, share, self.max_untrained, tensor=first.name, tags=tags)
+                rate = first.rate or 0.0
+                yield verdict.given(count=count, of=of, steps=self.patience, rate=rate)
 
     def _vanishing(self, parameters: Sequence[ParameterNumbers]) -> Iterable[Verdict]:
         relative = {
@@ -112,11 +104,7 @@ class ParameterRule(Learning):
         has_grown = rms > max(self.max_weight * first, _LEAST_RMS)
         is_outside = rms < self.min_weight * highest or has_grown
         self._outside[name] = self._outside.get(name, 0) + 1 if is_outside else 0
-        if self._outside[name] < 2:
-            return
-        if has_grown:
-            limit = self.max_weight * first
-            yield Verdict("weight_growth", rms, limit, tensor=name).given(usual=first)
-        else:
-            limit = self.min_weight * highest
-            yield Verdict("weight_collapse", rms, limit, tensor=name).given(usual=highest)
+        if self._outside[name] >= 2:
+            kind, usual = ("weight_growth", first) if has_grown else ("weight_collapse", highest)
+            limit = usual * (self.max_weight if has_grown else self.min_weight)
+            yield Verdict(kind, rms, limit, tensor=name).given(usual=usual)

@@ -60,10 +60,9 @@ class UnderflowJudge(Learning):
             found = Verdict("underflow", zero_share, limit, "error", name, tags)
             return found.given(usual=highest, excess=limit, subnormal=subnormal_share)
         if usual["samples"] <= self.baseline_samples:
-            if zero_share == 1:  # for example an expert that this batch did not use
-                return None
-            usual["highest"] = max(usual["highest"], zero_share)
-            usual["lowest"] = min(usual["lowest"], zero_share)
+            if zero_share < 1:  # otherwise, for example, an expert that this batch did not use
+                usual["highest"] = max(usual["highest"], zero_share)
+                usual["lowest"] = min(usual["lowest"], zero_share)
             return None
         newest = usual["newest"] = [*usual["newest"], zero_share][-4:]
         if len(newest) < 2:

@@ -201,15 +201,14 @@ class History:
         heat = self.maps.setdefault(name, {"names": [], "columns": []})
         names: list[str] = heat["names"]
         columns: list[tuple[int, list[float]]] = heat["columns"]
-        is_other_part = self._newest.get(name) == step  # for example of a second optimizer
+        # Otherwise the values are another part, for example of a second optimizer.
+        if self._newest.get(name) != step and self._is_due("map " + name):
+            columns.append((step, []))
         self._newest[name] = step
-        if is_other_part and not (columns and columns[-1][0] == step):
-            return  # the step was left out
-        if not is_other_part and not self._is_due("map " + name):
-            return
-        before = columns.pop()[1] if is_other_part else []
+        if not columns or columns[-1][0] != step:
+            return  # the step is left out
         known = dict.fromkeys(names, math.nan)
-        known.update(zip(names, before, strict=False))
+        known.update(zip(names, columns.pop()[1], strict=False))
         known.update({tensor: float(value) for tensor, value in values.items()})
         names[:] = list(known)
         columns.append((step, list(known.values())))

@@ -165,20 +165,17 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
     scale = loss_scale_of(trainer)
     # With torch's scaler, whose scale is a tensor, fused optimizers unscale in their step.
     inverse = scale.reciprocal() if isinstance(scale, Tensor) and is_fused(optimizer) else 1.0
-    parameters = [*parameters_of(optimizer)]
-    gradients = [p.grad for p in parameters]
-    if trainer.world_size > 1:
+    found = NamedTensors([], [], [], inverse)
+    for at, p in enumerate(parameters_of(optimizer)):
+        gradient = p.grad
         # A rank may lack a gradient (empty shard, unused branch), but all must send the same rows.
-        for at, p in enumerate(parameters):
-            if gradients[at] is None and p.requires_grad:
-                gradients[at] = p.detach().new_empty(0)
-    chosen = [at for at, gradient in enumerate(gradients) if gradient is not None]
-    return NamedTensors(
-        [names.get(id(parameters[at])) or f"unnamed parameter {at}" for at in chosen],
-        [gradients[at] for at in chosen],
-        [parameters[at] for at in chosen],
-        inverse,
-    )
+        if gradient is None and p.requires_grad and trainer.world_size > 1:
+            gradient = p.detach().new_empty(0)
+        if gradient is not None:
+            found.names.append(names.get(id(p)) or f"unnamed parameter {at}")
+            found.gradients.append(gradient)
+            found.parameters.append(p)
+    return found
 
 
 def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Tensor:
