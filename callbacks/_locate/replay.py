@@ -259,7 +259,8 @@ def restored_training(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
         # Set aside, not zeroed, because gradients of accumulated batches are still needed.
-        for parameter in _all_parameters(trainer):
+        stepped = (p for each in trainer.optimizers for p in parameters_of(each))
+        for parameter in dict.fromkeys([*module.parameters(), *stepped]):
             stack.callback(parameter.requires_grad_, parameter.requires_grad)
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
@@ -267,12 +268,6 @@ def restored_training(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
         loop._results.batch = batch
         module._current_fx_name = "training_step"
         yield
-
-
-def _all_parameters(trainer: pl.Trainer) -> list[Tensor]:
-    """Return the parameters of the model and of its optimizers."""
-    stepped = (p for each in trainer.optimizers for p in parameters_of(each))
-    return [*dict.fromkeys([*trainer.lightning_module.parameters(), *stepped])]
 
 
 def _hold_steps(

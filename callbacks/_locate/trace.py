@@ -1,5 +1,6 @@
 """Records inputs, outputs and gradients of every module in a replayed step, in order."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -100,7 +101,7 @@ class Trace:
         self.groups: dict[str, list[Seen]] = defaultdict(list)  # tensors that belong to no call
         self._seen: list[Seen] = []
         self._rows: list[Tensor] = []  # statistics of `_seen`, on the device
-        self._clock = 0
+        self._clock = itertools.count(1)
         self._open: dict[nn.Module, list[TracedCall]] = defaultdict(list)
         self._hooks = ExitStack()  # not the recorder's, because a replay is over within one call
 
@@ -145,7 +146,7 @@ class Trace:
         call = self._open[module].pop()  # the latest, because a module may call itself
         outputs = list(named_tensors(output))
         call.seen["output"] = self._take(outputs)
-        call.ended = self._tick()
+        call.ended = next(self._clock)
         for path, tensor in outputs:
             self._catch(call, "grad_output", path, tensor)
 
@@ -157,11 +158,10 @@ class Trace:
 
         def hook(gradient: Tensor) -> None:
             call.seen[role] += self._take([(path, gradient)])
-            now = self._tick()
             if role == "grad_output":
-                call.reached = call.reached or now
+                call.reached = call.reached or next(self._clock)
             else:
-                call.left = call.left or now
+                call.left = call.left or next(self._clock)
 
         tensor.register_hook(hook)
 
@@ -179,10 +179,6 @@ class Trace:
         seen = [Seen(name, t.dtype) for name, t in kept]
         self._seen += seen
         return seen
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
 
     def read(self) -> None:
         """Copy all statistics to the host, at the end of the step."""
