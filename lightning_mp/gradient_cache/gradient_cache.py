@@ -191,10 +191,9 @@ class GradientCache:
     def finish(self, *, reduce: bool = True) -> None:
         """Replay the calls of sharded towers, which the backward of the loss cannot replay.
 
-        Only FSDP's own hooks give sharded parameters their gradients, and these hooks do not run in
-        a backward inside another backward. Call this method after `loss.backward()`; without
-        towers under `fully_shard` it does nothing. Until the last micro-batch each rank holds whole
-        gradients, as with FSDP's own gradient accumulation.
+        Only hooks of FSDP give sharded parameters their gradients, and they do not run in a nested
+        backward. Call this method after `loss.backward()`; without towers under `fully_shard` it
+        does nothing. Until the last micro-batch each rank holds whole gradients.
 
         Args:
             reduce: Whether to reduce-scatter the gradients with the last micro-batch. Pass False if
@@ -203,13 +202,14 @@ class GradientCache:
         # Cleared first: after an error in a replay, the next step must not find these calls.
         pending, self._pending = self._pending, []
         for index, (call, cotangents) in enumerate(pending):
-            # A module that a later call shares is reduced once, in the last call.
-            following = {
-                id(module) for other, _ in pending[index + 1 :] for module in other.sharded
-            }
+            later = [other for other, _ in pending[index + 1 :]]
+            # The last call that trains parameters, or whose owner has them, reduces gradients. Not
+            # the last that lists them: a method also lists modules that only another tower runs.
+            is_last = not call.trains <= {key for other in later for key in other.trains}
+            reduces = reduce and (is_last or call.trained.is_reentrant)
             set_reduction(call.sharded, False)
-            last = [module for module in call.sharded if id(module) not in following]
-            gradients = self._replay_now(call, cotangents, last if reduce else ())
+            last = [m for m in call.sharded if reduces and m not in [o.module for o in later]]
+            gradients = self._replay_now(call, cotangents, last)
             for leaf, gradient in zip(call.trained.leaves.values(), gradients, strict=True):
                 if gradient is not None:
                     # A backward, unlike an addition to `.grad`, runs the hooks of the leaf.

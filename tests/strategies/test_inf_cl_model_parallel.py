@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -63,10 +64,19 @@ class Model(TinyCLIP):
             self.both = Towers(self.visual, self.text)
             del self.visual, self.text
 
+    def encode_image(self, x: Tensor) -> Tensor:
+        return self.visual(x)
+
+    def encode_text(self, x: Tensor) -> Tensor:
+        return self.text(x)
+
     def features(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
         if self.layout == "methods":
             self.visual, self.text = self.both.encode_image, self.both.encode_text
-        return super().features(batch)
+        if self.layout != "own methods":
+            return super().features(batch)
+        image, text = self.head(self.encode_image(batch[0])), self.encode_text(batch[1])
+        return F.normalize(image, dim=-1), F.normalize(text, dim=-1)
 
     def configure_model(self) -> None:
         if self.device_mesh is None:
@@ -118,6 +128,10 @@ CASES: dict[str, dict[str, Any]] = {
     "methods": {
         "model": {"layout": "methods"},
         "strategy": {"towers": ["both.encode_image", "both.encode_text"]},
+    },
+    "own methods": {
+        "model": {"layout": "own methods"},
+        "strategy": {"towers": ["encode_image", "encode_text"]},
     },
     "manual": {"model": {"automatic": False}},
     "accumulated": {"trainer": {"accumulate_grad_batches": 2}},
@@ -186,7 +200,8 @@ def _without_layout(case: dict[str, Any]) -> dict[str, Any]:
 
 def test_gradients_are_reduce_scattered_once_per_step(results: Any) -> None:
     # One per group of parameters: two towers and the head.
-    for name, each in {"equal": 3, "plain head": 2, "blocks": 5, "methods": 1}.items():
+    groups = {"equal": 3, "plain head": 2, "blocks": 5, "methods": 1, "own methods": 3}
+    for name, each in groups.items():
         counts = results[name]["counts"]
         assert counts == [each * (step + 1) for step in range(STEPS)], name
     steps = [3 * ((step + 1) // 2) for step in range(STEPS)]

@@ -81,7 +81,7 @@ class TowerCall:
         known: dict[str, Role],
     ) -> None:
         self._config, self.tower, self.sharded = config, tower.name, tower.sharded
-        self._function, self._module, self._arguments = function, tower.module, arguments
+        self._function, self.module, self._arguments = function, tower.module, arguments
         self.batch_size = arguments.batch_size
         leaves = arguments.leaves
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -127,7 +127,7 @@ class TowerCall:
         Cotangents are zeros, so that no observer of gradients sees an overflow.
         """
         set_reduction(self.sharded, False)
-        with undisturbed(self.device, self._module):
+        with undisturbed(self.device, self.module):
             trained = self.trained.fresh()
             samples = self._micro_batches.samples(rows)
             returned, inputs = self._run(samples[0])
@@ -152,7 +152,7 @@ class TowerCall:
         # Eager, because a compiler would specialise on these sizes.
         is_compiling = "torch._dynamo" in sys.modules
         eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
-        with undisturbed(self.device, self._module), eager:
+        with undisturbed(self.device, self.module), eager:
             two, three = (
                 self.outputs.shapes(self._run(self._micro_batches.repeated(rows))[0])
                 for rows in (2, 3)  # at least two, because BatchNorm fails on one row
@@ -182,7 +182,7 @@ class TowerCall:
                 inputs = self._micro_batches.for_grad(leaves)
                 args, kwargs = self._arguments.rebuild(leaves)
                 self._buffers.restore(keep_grown=True)
-                rng = RngState(self.device, self._module)
+                rng = RngState(self.device, self.module)
                 with self._autocast:
                     returned = self._function(*args, **kwargs)
                 self._buffers.collect(rows.stop - rows.start)
@@ -203,8 +203,8 @@ class TowerCall:
                 "instead of `x.mul_(2)`."
             ) from None
         self._buffers.commit()
-        trained = [first_run.trained for first_run in self._first_runs]
-        if self.sharded and any(leaves - trained[-1] for leaves in trained):
+        self.trains = self._first_runs[-1].trained  # identities of leaves
+        if self.sharded and any(run.trained - self.trains for run in self._first_runs):
             raise RuntimeError(
                 f"The sharded tower `{self.tower}` trains parameters in some micro-batches that "
                 "the last micro-batch does not train. Gradients are reduced with the last "
@@ -232,7 +232,7 @@ class TowerCall:
         sums = GradientSums([*self.trained.leaves.values()])
         input_grads: list[Tensor | None] = [None] * len(self.inputs)
         differences: list[Tensor] = []
-        with undisturbed(self.device, self._module):
+        with undisturbed(self.device, self.module):
             for (rows, leaves), first_run in zip(
                 self._micro_batches, self._first_runs, strict=True
             ):
