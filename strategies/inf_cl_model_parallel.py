@@ -122,6 +122,8 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         # FSDP2 has no `no_sync`, which Lightning enters here for DDP.
         modules = sharded_modules(self.lightning_module)
         self._reduces = False
+        assert self._cache is not None
+        self._cache.unreduced.update(dict.fromkeys(modules))
         for submodule in modules:
             submodule.set_requires_gradient_sync(False, recurse=False)
         try:

@@ -36,7 +36,7 @@ from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, take
 from lightning_mp.gradient_cache._served.declared_names import DeclaredNames
 from lightning_mp.gradient_cache._served.outputs import Outputs
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Role
-from lightning_mp.gradient_cache._served.sharding import set_reduction
+from lightning_mp.gradient_cache._served.sharding import reduce_remaining, set_reduction
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.numerics.async_readback import AsyncReadback
 
@@ -111,6 +111,8 @@ class GradientCache:
         self._earlier: defaultdict[tuple[str, int], EarlierCalls] = defaultdict(EarlierCalls)
         self._known: defaultdict[tuple[str, int], dict[str, Role]] = defaultdict(dict)
         self._pending: list[tuple[TowerCall, Sequence[Tensor | None]]] = []
+        self.unreduced: dict[Any, None] = {}
+        """Sharded modules that may hold gradients which are not reduced yet, in order."""
         self._differences = AsyncReadback()
         self._has_pending_differences = False  # not yet arrived on the host
         self.calls = 0
@@ -209,11 +211,20 @@ class GradientCache:
             reduces = reduce and (is_last or call.trained.is_reentrant)
             set_reduction(call.sharded, False)
             last = [m for m in call.sharded if reduces and m not in [o.module for o in later]]
+            # A later backward through the same sharded owner reduces all its modules.
+            is_covered = call.module in call.sharded and call.module in [o.module for o in later]
+            if not reduces and not (reduce and is_covered):
+                self.unreduced.update(dict.fromkeys(call.sharded))
             gradients = self._replay_now(call, cotangents, last)
             for leaf, gradient in zip(call.trained.leaves.values(), gradients, strict=True):
                 if gradient is not None:
                     # A backward, unlike an addition to `.grad`, runs the hooks of the leaf.
                     torch.autograd.backward([leaf], [gradient])
+        if reduce:
+            for call, _ in pending:
+                set_reduction(call.sharded, True)
+            remaining, self.unreduced = self.unreduced, {}
+            reduce_remaining(remaining)
 
     def check(self) -> None:
         """Wait for the comparison of all replays with their first runs.

@@ -1,6 +1,7 @@
 """`InfCLModelParallelStrategy` with half precision and checkpoints, and its errors."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,73 @@ def _thaw(rank: int) -> list[float]:
 def test_parameter_that_is_not_sharded_and_unfrozen_later_stays_equal_on_all_ranks() -> None:
     (start, first), (_, second) = run_ranks(_thaw, RANKS)
     assert first == second != start
+
+
+class TrainsOne(Model):
+    """Trains the text tower and the head in the first of two accumulated batches only."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        image, text = self.visual(batch[0]), self.text(batch[1])
+        if batch_idx % 2 == 0:
+            return self.loss(self.head(image), text, self.log_scale.exp())
+        return self.loss(image, text.detach(), self.log_scale.exp())
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self, visual: nn.Module, text: nn.Module) -> None:
+        super().__init__()
+        self.visual, self.text = visual, text
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.visual(x), self.text(x)
+
+
+class UsesOne(Model):
+    """Each call of a tower with two sharded modules uses the output of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = TwoOutputs(self.visual, self.text)
+
+    def features(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        image, text = batch
+        return self.head(self.both(image)[0]), self.both(text)[1]
+
+
+class Overlapping(Model):
+    """One tower is a method that calls the other; the sharded head is outside of both."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.visual(x) * 2
+
+    def features(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        image, text = batch
+        return self.head(self.visual(image)), self.encode(text)
+
+
+PARTIAL: dict[str, tuple[Callable[[], Model], list[str], int]] = {
+    "one tower of two": (TrainsOne, ["visual", "text"], 2),
+    "one output of two": (UsesOne, ["both"], 1),
+    "one tower in another": (Overlapping, ["encode", "visual"], 1),
+}
+
+
+def _train_parts(rank: int) -> dict[str, Tensor]:
+    ends = {}
+    for name, (kind, towers, batches_per_step) in PARTIAL.items():
+        model = kind()
+        fit(rank, model, strategy={"towers": towers}, accumulate_grad_batches=batches_per_step)
+        ends[name] = model.end
+    return ends
+
+
+def test_modules_that_the_last_replay_does_not_reach_train_like_in_one_process() -> None:
+    ends = run_ranks(_train_parts, RANKS)[0]
+    for name, (kind, _, batches_per_step) in PARTIAL.items():
+        model = kind()
+        trainer = make_trainer("auto", max_epochs=1, accumulate_grad_batches=batches_per_step)
+        trainer.fit(model, batches())
+        assert relative_error(ends[name], parameters_of(model)) < 1e-12, name
 
 
 class Dropping(nn.Sequential):

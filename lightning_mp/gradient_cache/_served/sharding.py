@@ -6,7 +6,7 @@ their gradients into gradients of shards. So replays are full backwards that fol
 the loss, and only the last replay reduces gradients.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from lightning_mp.gradient_cache._served.towers import sharded_modules
 
-__all__ = ["agree_on_micro_batches", "min_over_ranks", "set_reduction", "unsharded_parameters"]
+__all__ = [
+    "agree_on_micro_batches",
+    "min_over_ranks",
+    "reduce_remaining",
+    "set_reduction",
+    "unsharded_parameters",
+]
 
 
 def unsharded_parameters(module: nn.Module) -> list[Tensor]:
@@ -33,6 +39,29 @@ def set_reduction(modules: Iterable[Any], is_on: bool) -> None:
     for module in modules:
         # `modules` contain the children, too.
         module.set_requires_gradient_sync(is_on, recurse=False)
+
+
+def reduce_remaining(modules: Collection[Any]) -> None:
+    """Reduce gradients that earlier backwards accumulated and the reducing backward did not reach.
+
+    FSDP reduces all modules below an outermost module at the end of any backward through it. So
+    this runs a backward through nothing but the hooks of each outermost module.
+    """
+    inner = {id(x) for module in modules for x in module.modules() if x is not module}
+    set_reduction(modules, True)
+    for module in (module for module in modules if id(module) not in inner):
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        device = next(module.parameters()).device
+        module._without_layers = torch.clone
+        try:
+            register_fsdp_forward_method(module, "_without_layers")
+            with torch.enable_grad():
+                module._without_layers(
+                    torch.zeros((), device=device, requires_grad=True)
+                ).backward()
+        finally:
+            del module._without_layers
 
 
 def min_over_ranks(values: list[int], device: torch.device) -> list[int]:
