@@ -261,6 +261,29 @@ def test_write_in_the_forward_reaches_the_parameter(way: str, attached: Any) -> 
         assert layer.weight.detach().abs().max() < 0.1001
 
 
+class Normalizes(nn.Linear):
+    """Normalizes the rows of its weight in every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm(dim=-1, keepdim=True))
+        return super().forward(x)
+
+
+def test_only_the_first_write_of_a_forward_is_rounded(attached: Any) -> None:
+    """Rounded in every step, a normalized weight would lose updates below 2^-12 of itself."""
+    torch.manual_seed(4)
+    layer = Normalizes(6, 4)
+    working = attached(layer)
+    run(layer, X)
+    for _ in range(3):
+        layer.weight.data.mul_(1 + 2**-14 * torch.rand_like(layer.weight))
+        normalized = nn.functional.normalize(layer.weight.detach(), dim=-1)
+        working.refresh()
+        run(layer, X)
+        torch.testing.assert_close(layer.weight.detach(), normalized, rtol=2**-22, atol=0)
+
+
 def test_outside_write_to_data_is_not_mistaken_for_a_write_in_the_forward(
     attached: Any,
 ) -> None:

@@ -34,6 +34,10 @@ _READS_ELSEWHERE = (nn.RNNBase, ParametrizationList, torch.jit.ScriptModule)
 # `_SMALL` elements, the cast takes less time than replacing the weight.
 _CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SMALL = 2**16
+_UNSEEN = (
+    "The forward of a {kind} writes to its parameter {name!r} through `.data`. The write was "
+    "applied. Write under `torch.no_grad()`, or pass `fp32_modules=['norm', '{kind}']`."
+)
 
 
 class _Use(torch.autograd.Function):
@@ -69,15 +73,16 @@ class WorkingCopies:
     and by fused optimizers. Without autocast, modules compute with their fp32 weights, as do
     recurrent layers and 0-d parameters. Only one thread at a time can compute with a module.
 
-    If the forward of a module writes to its weight (clamping, codebooks), the write is applied to
-    the parameter. Writes that bypass the version counter (`weight.data.clamp_()`) are detected by a
-    comparison at steps 1, 2, 4, 8, ...; the module then computes with its fp32 weights.
+    If a forward writes to its weight (clamping, normalizing, codebooks), the write is rounded to
+    half and applied to the parameter; from the next step on, the module computes with fp32 weights.
+    Writes that bypass the version counter (`weight.data.clamp_()`) are detected by a comparison.
     """
 
     def __init__(self, half: torch.dtype, ledger: Ledger | None = None) -> None:
         self.half = half
         self._ledger = Ledger() if ledger is None else ledger
         self._kept: set[nn.Module] = set()
+        self._writing: set[nn.Module] = set()  # join `_kept` at the next refresh
         self._users = ModuleUsers()
         self._refreshes = 0
         self._is_probing = True
@@ -119,6 +124,7 @@ class WorkingCopies:
         self._undo.close()
         self._ledger.entries.clear()
         self._kept.clear()
+        self._writing.clear()
 
     def bytes_held(self) -> int:
         """Return the size of all copies in bytes."""
@@ -235,11 +241,13 @@ class WorkingCopies:
     def _look_for_writes(self, swapped: _Swapped) -> None:
         """Apply a write of the forward to the parameter, if the write is detected."""
         module, name, parameter, copy, stand_in, version = swapped
-        if stand_in._version != version or stand_in.data_ptr() != copy.data_ptr():
+        is_seen = stand_in._version != version or stand_in.data_ptr() != copy.data_ptr()
+        is_probing = self._is_probing and module.training
+        if is_seen or (is_probing and _differs(parameter, stand_in)):
             self._take_write(parameter, stand_in)
-        elif self._is_probing and module.training and _differs(parameter, stand_in):
-            self._take_write(parameter, stand_in)
-            self._keep(module, name)
+            self._writing.add(module)
+            if not is_seen:
+                rank_zero_warn(_UNSEEN.format(kind=type(module).__name__, name=name))
 
     def _up_to_date(self, parameter: nn.Parameter) -> Entry:
         """Create or update the copy of a parameter."""
@@ -255,6 +263,7 @@ class WorkingCopies:
         """Update all or some copies by one multi-tensor copy; not while a graph holds them."""
         pairs: Iterable[tuple[Any, Entry]] = self._ledger
         if parameters is None:
+            self._kept |= self._writing  # not earlier, for recomputed forwards
             # At steps 1, 2, 4, 8, ..., because comparing weights costs a host sync on a GPU.
             self._refreshes += 1
             self._is_probing = self._refreshes & (self._refreshes - 1) == 0
@@ -290,15 +299,6 @@ class WorkingCopies:
         if written.data_ptr() != entry.beside.data_ptr():
             entry.beside.copy_(written)
         entry.note(parameter)
-
-    def _keep(self, module: nn.Module, name: str) -> None:
-        self._kept.add(module)
-        rank_zero_warn(
-            f"The forward of a {type(module).__name__} writes to its parameter {name!r} through "
-            "`.data`. The write was applied, and from now on the module computes with its fp32 "
-            "weights, which autocast casts at every use. Write under `torch.no_grad()`, or pass "
-            f"`fp32_modules=['norm', '{type(module).__name__}']`."
-        )
 
 
 def _can_be_half(entry: Tensor) -> bool:
