@@ -68,10 +68,18 @@ class InTheBackward(OfItsOwn):
         parameter.grad = None
 
 
+class AfterTheClosure(Regression):
+    """Steps the optimizer of `configure_optimizers`, but not the one of Lightning around it."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        optimizer.optimizer.step()
+
+
 @plugins
-@pytest.mark.parametrize("model_class", [AfterTheBackward, ByHand, InTheBackward])
+@pytest.mark.parametrize("model_class", [AfterTheBackward, AfterTheClosure, ByHand, InTheBackward])
 def test_step_on_scaled_gradients_raises_before_weights_change(
-    make_plugin: Callable[[], Any], model_class: type[OfItsOwn]
+    make_plugin: Callable[[], Any], model_class: type[Regression]
 ) -> None:
     model = model_class()
     before = parameters_of(model)

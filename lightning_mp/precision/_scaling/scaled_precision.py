@@ -348,12 +348,12 @@ class ScaledPrecision(Precision, ForLightning):
 
     def misses_plugin(self, optimizer: Optimizer) -> bool:
         """Return whether a step of the optimizer would use scaled gradients or half weights."""
-        # Outside a training step, torch initializes states by a step with zero gradients.
-        if any(each is optimizer for each in self._ledger.optimizers):
-            return self._in_step and (self.scaler is not None or bool(self._half_weights))
         parameters = list(self.main_params(optimizer))
         if any(p in self._half_weights for p in parameters):
             return True
+        # Outside a training step, torch initializes states by a step with zero gradients.
+        if self._in_step and any(each is optimizer for each in self._ledger.optimizers):
+            return self.scaler is not None
         # Fused optimizers with a `grad_scale` unscale gradients themselves.
         has_scale = getattr(optimizer, "grad_scale", None) is not None
         has_bad = self._unscaled.has_scaled(parameters) or self._unscaled.has_inf(parameters)

@@ -233,7 +233,7 @@ def check_step(plugin: Any, optimizer: Optimizer) -> None:
             f"`{type(optimizer).__name__}.step()` was not called through "
             f"`{type(plugin).__name__}`, which divides gradients by the loss scale, skips steps "
             "with overflow, and steps half weights in fp32. Return the optimizer from "
-            "`configure_optimizers`; in manual optimization, step an optimizer of "
+            "`configure_optimizers`; in hooks and manual optimization, step an optimizer of "
             "`self.optimizers()`, without `use_pl_optimizer=False`. To step in a gradient hook "
             "during the backward, pass `BalancedAMP(half='bf16')`."
         )
