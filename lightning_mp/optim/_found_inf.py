@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_mp.optim.safe_adamw import SafeAdamW, is_fused
 
@@ -25,6 +25,9 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
 
 def skips_on_gpu(optimizer: Optimizer) -> bool:
     """Return whether the next step reads `optimizer.found_inf` on a GPU, in its own kernel."""
+    # A subclass may do more in its step, such as decay weights, and a wrapper may hide the flag.
+    if type(optimizer) not in (Adam, AdamW, SGD, SafeAdamW):
+        return False
     firsts = [(group["params"][0], group) for group in optimizer.param_groups if group["params"]]
     # torch's fused steps do not accept DTensors beside a plain `found_inf`.
     if not all(p.is_cuda and not hasattr(p, "to_local") for p, _ in firsts):

@@ -122,6 +122,22 @@ def test_steps_before_the_decision_on_a_gpu_equal_steps_after_it(
     assert equal(numbers_of(after), numbers_of(before))
 
 
+class Decaying(AdamW):
+    """Decays weights before a step, also if the step is skipped."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.5)
+        return super().step(closure)
+
+
+def test_steps_of_subclasses_wait_for_the_decision() -> None:
+    with FakeCuda():
+        weight = nn.Parameter(torch.ones(3, device="cuda"))
+        assert not skips_on_gpu(Decaying([weight], fused=True))
+
+
 @pytest.mark.parametrize("half", [torch.float16, torch.float32])
 def test_only_steps_that_read_the_flag_on_a_gpu_skip_there(half: torch.dtype) -> None:
     on_host = [nn.Parameter(torch.ones(3, dtype=half))]
