@@ -30,7 +30,7 @@ from triton.runtime import JITFunction, driver
 from benchmarks._launches import absent_device
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, plan_of
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from lightning_mp.contrastive._tiles.triton_tiles.configs import table_arch
 from lightning_mp.numerics.row_dots import fused_row_dots
@@ -76,10 +76,10 @@ def sweeps(arch: int) -> None:
         with FakeTensorMode(), mock.patch.object(FakeTensor, "data_ptr", return_value=4096):
             rows, columns = (torch.empty(ROWS, width, dtype=dtype) for _ in range(2))
             request, alone = Request(rows, columns, torch.empty(())), OneRank(ROWS)
-            softmax_loss(plan_of(request, alone, tiles, NeedsGrad(False, False, False)))
+            softmax_loss(Plan(request, alone, tiles, NeedsGrad(False, False, False)))
             for keeps in (True, False):
                 asked = dataclasses.replace(request, directions=directions, stores_tiles=keeps)
-                softmax_loss(plan_of(asked, alone, tiles, NeedsGrad(*sides, True)))
+                softmax_loss(Plan(asked, alone, tiles, NeedsGrad(*sides, True)))
             for other in {dtype, FP32}:  # the other losses
                 fused_row_dots(rows, columns.to(other))
 

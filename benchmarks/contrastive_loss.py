@@ -40,8 +40,7 @@ from benchmarks import _common as common
 from benchmarks._contenders import DTYPES, PEERS, UNITS, Case, Contender, Inputs, find_contenders
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._sums.agreement import agreed_plan
-from lightning_mp.contrastive._sums.softmax import Negatives
-from lightning_mp.contrastive._sums.sweep import sweep
+from lightning_mp.contrastive._sums.softmax import negatives
 from lightning_mp.contrastive._tiles.tile_backend import StoredTiles
 
 # The relative difference that storing gradients and a softmax in the dtype explains.
@@ -112,11 +111,11 @@ def log_sum_exps(loss: Any, inputs: Inputs) -> list[Tensor]:
     image_bD, text_bD, scale = inputs.leaves
     plan = agreed_plan(Request.of(loss, image_bD, text_bD, scale, None), None)
     prepared = plan.tiles.prepare(image_bD, text_bD, scale)
-    visitor = Negatives(plan, StoredTiles(plan.memory_for_tiles()), prepared)
-    row_lse_b, column_lse_Rb = sweep(plan, visitor)
-    negatives = (row_lse_b, column_lse_Rb.logsumexp(0))
+    memory = StoredTiles(plan.memory_for_tiles())
+    row_neg_b, column_neg_Rb = negatives(plan, memory, prepared)
     # The sweep leaves out the positives.
-    return [torch.logaddexp(neg_b, prepared.pos_b) for neg_b in negatives]
+    lses = (row_neg_b, column_neg_Rb.logsumexp(0))
+    return [torch.logaddexp(neg_b, prepared.pos_b) for neg_b in lses]
 
 
 def errors_of(inputs: Inputs, loss: float, lses: list[Tensor], samples: int) -> dict[str, float]:

@@ -35,7 +35,7 @@ from lightning_mp.contrastive._exchange.exchange import Exchange
 from lightning_mp.contrastive._operator import finish_gradients
 from lightning_mp.contrastive._sums.agreement import exchange_for
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, plan_of
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, block
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
@@ -141,7 +141,7 @@ def count(
             if len(sizes) > 1:
                 travel = exchange_for(sizes, features[0], exchange, tiles_of, workspace_bytes)
             needs_grad = NeedsGrad(image=True, text=True, scale=True)
-            plan = plan_of(Request(*inputs), *travel, needs_grad, pairs=sum(sizes))
+            plan = Plan(Request(*inputs), *travel, needs_grad, pairs=sum(sizes))
             with counts:
                 found = softmax_loss(plan)
                 found.loss.float()  # the operator does the same

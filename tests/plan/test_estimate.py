@@ -12,7 +12,7 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._sums.agreement import exchange_for
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, plan_of
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, Plan
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.plan import formulas
 from lightning_mp.plan.estimate import METHODS, Machine, exchanged, memory, products
@@ -58,7 +58,7 @@ def _multiplied(rows: int, ranks: int) -> int:
         features = [torch.zeros(rows, WIDTH) for _ in range(2)]
         found = exchange_for([rows] * ranks, features[0], "slices", TorchTiles, None)
         request, pairs = Request(*features, torch.tensor(1.0)), rows * ranks
-        plan = plan_of(request, *found, NeedsGrad(True, True, True), pairs=pairs)
+        plan = Plan(request, *found, NeedsGrad(True, True, True), pairs=pairs)
         with FlopCounterMode(display=False) as flops:
             softmax_loss(plan)
     finally:

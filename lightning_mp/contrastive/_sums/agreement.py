@@ -27,7 +27,7 @@ from lightning_mp.contrastive._call.request import GIVEN, RULES, Request, group_
 from lightning_mp.contrastive._exchange.exchange import Exchange
 from lightning_mp.contrastive._exchange.ring import Ring
 from lightning_mp.contrastive._exchange.slices import Slices, all_gather, block_bytes, slice_count
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan, plan_of
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan
 from lightning_mp.contrastive._tiles.literals import ExchangeName
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.numerics.async_readback import AsyncReadback, send
@@ -103,7 +103,7 @@ def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
     group = group_named(request.group) if request.group else None
     if ranks_of(group, request.owner) == 1:
         tiles = request.tiles(request.workspace_bytes)
-        return plan_of(request, OneRank(len(request.text)), tiles, needs_grad, pairing=pairing)
+        return Plan(request, OneRank(len(request.text)), tiles, needs_grad, pairing=pairing)
     by_rank = _gather(_own_facts(request, needs_grad), request.image.device, group)
     _refuse_what_differs(by_rank, request.owner)
     # The smallest workspace of all ranks, because all must cut the same slices.
@@ -118,7 +118,7 @@ def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
         text=any(facts.text_needs_grad for facts in by_rank),
         scale=any(facts.scale_needs_grad for facts in by_rank),
     )
-    return plan_of(
+    return Plan(
         request, exchange, tiles, needs_grad, pairing=pairing,
         pairs=sum(facts.images for facts in by_rank),
         statistics=any(facts.statistics for facts in by_rank), image_exchange=of_images,

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._sums.products import dots
-from lightning_mp.contrastive._sums.softmax import Gradients, Negatives
-from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
+from lightning_mp.contrastive._sums.softmax import gradients, negatives
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan, SweepResult
 from lightning_mp.contrastive._sums.targeted import weighted_lse
-from lightning_mp.contrastive._tiles.tile_backend import RowsColumns, row_dots
+from lightning_mp.contrastive._tiles.tile_backend import row_dots
 
 __all__ = ["combined_loss"]
 
@@ -60,7 +60,7 @@ def combined_loss(plan: Plan) -> SweepResult:
     matrices = _matrices(plan)
     lses: list[tuple[Tensor, Tensor]] = []
     for matrix in matrices:
-        row_neg_b, column_neg_Rn = sweep(matrix.plan, Negatives(matrix.plan))
+        row_neg_b, column_neg_Rn = negatives(matrix.plan)
         lses.append((row_neg_b, column_neg_Rn.logsumexp(0)))
     trained = [image_bD.to(plan.dtype), text_bD.to(plan.dtype), scale]
     leaves = [x.detach().requires_grad_(plan.trains) for x in trained]
@@ -99,10 +99,9 @@ def combined_loss(plan: Plan) -> SweepResult:
 
 def _matrices(plan: Plan) -> list[_LogitMatrix]:
     request, (to_text, to_image) = plan.request, plan.has_terms
+    images_need_grad = plan.needs_grad.image
     # The scale's gradient is a sum over gradients of the rows.
-    plan = dataclasses.replace(
-        plan, computes_grad=RowsColumns(True, plan.needs_grad.text), thresholds=None
-    )
+    plan = dataclasses.replace(plan, needs_grad=plan.needs_grad._replace(image=True))
     if request.hardness and to_text:
         harder = dataclasses.replace(request, scale=request.scale + request.hardness)
         matrices = [_LogitMatrix(dataclasses.replace(plan, request=harder), True, False)]
@@ -111,13 +110,12 @@ def _matrices(plan: Plan) -> list[_LogitMatrix]:
         matrices = [_LogitMatrix(plan, to_text, to_image)]
     b = len(request.image)
     if request.within in ("image", "both"):
-        ids_n = None if plan.ids_n is None else plan.ids_n[:b]
+        ids_b = None if request.ids is None else request.ids[:b]
         of_images = dataclasses.replace(
             plan,
-            request=dataclasses.replace(request, text=request.image),
-            exchange=plan.image_exchange,
-            ids_n=ids_n,
-            computes_grad=RowsColumns(True, plan.needs_grad.image),
+            request=dataclasses.replace(request, text=request.image, ids=ids_b),
+            exchange=plan.image_exchange or OneRank(b),
+            needs_grad=NeedsGrad(True, images_need_grad, plan.needs_grad.scale),
         )
         matrices.append(_LogitMatrix(of_images, True, False, columns_are_images=True))
     if request.within in ("text", "both"):
@@ -158,5 +156,4 @@ def _matrix_gradients(
     if d_column is not None:
         # Texts without an image have no term.
         column_lse_n[: len(d_column)] = weighted_lse(column_neg[: len(d_column)], d_column)
-    of_rows, of_columns = sweep(matrix.plan, Gradients(matrix.plan, row_lse_b), column_lse_n)
-    return of_rows, of_columns
+    return gradients(matrix.plan, row_lse_b, column_lse_n)

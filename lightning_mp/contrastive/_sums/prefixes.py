@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._sums.prefix_features import Prefix, PrefixFeatures
-from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan, SweepResult, sweep
+from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import (
     Derivatives,
     PairTerms,
@@ -40,7 +40,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
         plan.tiles.prepare(image.features_nd, prefix.of(text_nD).features_nd, scale)
         for image, prefix in zip(images, prefixes, strict=True)
     ]
-    lses = sweep(plan, _Negatives(plan, prefixes, images, StoredTiles(memory), prepared))
+    lses = _negatives(plan, prefixes, images, prepared, StoredTiles(memory))
     totals = lses[0].new_zeros(2)  # the scale's gradient, and the loss
     losses_k, found = lses[0].new_empty(len(prefixes)), []
     for index, (prefix, loss) in enumerate(zip(prefixes, losses_k, strict=True)):
@@ -55,9 +55,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
     # Equal on all ranks, so all of them return here or none.
     if not plan.trains:
         return SweepResult(plan.exchange.all_reduce(totals)[1])
-    column_lse_nk = torch.stack([terms.column_lse_n for terms in found], 1)
-    gradients = _Gradients(plan, prefixes, images, StoredTiles(memory), found)
-    d_images, d_text_nD = sweep(plan, gradients, column_lse_nk)
+    d_images, d_text_nD = _gradients(plan, prefixes, images, found, StoredTiles(memory))
     d_image_bD = torch.zeros_like(image_bD, dtype=plan.dtype) if plan.needs_grad.image else None
     for index, (prefix, image) in enumerate(zip(prefixes, images, strict=True)):
         weight_b1 = found[index].weight_b.to(plan.dtype)[:, None]
@@ -81,77 +79,57 @@ def prefixes_loss(plan: Plan) -> SweepResult:
     return SweepResult(loss, d_image_bD, d_text_nD, d_scale=d_scale)
 
 
-class _Negatives:
-    """Visitor that computes the log-sum-exps of the negatives of rows and columns, per prefix."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        prefixes: list[Prefix],
-        images: list[PrefixFeatures],
-        stored: StoredTiles,
-        prepared: list[Prepared],
-    ) -> None:
-        image_bD = plan.request.image
-        self._rows_kb = image_bD.new_empty(len(prefixes), len(image_bD), dtype=plan.state)
-        self._columns, self._stored = plan.exchange.home("logsumexp"), stored
-        self._prefixes, self._images, self._prepared = prefixes, images, prepared
-
-    def block(self, block: ColumnBlock) -> None:
-        """Add one block to the log-sum-exps."""
-        part_km = self._rows_kb.new_empty(len(self._prefixes), len(block.text_mD))
-        for index, prefix in enumerate(self._prefixes):
+def _negatives(
+    plan: Plan,
+    prefixes: list[Prefix],
+    images: list[PrefixFeatures],
+    prepared: list[Prepared],
+    stored: StoredTiles,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exps of the negatives per prefix: of rows, (b, k), and columns, (n, k)."""
+    image_bD = plan.request.image
+    rows_kb = image_bD.new_empty(len(prefixes), len(image_bD), dtype=plan.state)
+    columns = plan.exchange.home("logsumexp")
+    for block in sweep(plan):
+        part_km = rows_kb.new_empty(len(prefixes), len(block.text_mD))
+        for index, prefix in enumerate(prefixes):
             # Taken from the block, so that prefixes are not exchanged.
             text_md = prefix.of(block.text_mD).features_nd
-            logits = block.logits(self._images[index].features_nd, text_md, self._stored)
-            lses = Vectors(self._rows_kb[index], part_km[index])
-            block.plan.tiles.lse_sweep(logits, lses, self._prepared[index])
+            logits = block.logits(images[index].features_nd, text_md, stored)
+            lses = Vectors(rows_kb[index], part_km[index])
+            plan.tiles.lse_sweep(logits, lses, prepared[index])
         # The first dimension of all exchanged tensors is the batch.
-        self._columns.add(part_km.T.contiguous())
-
-    def home(self) -> tuple[Tensor, Tensor]:
-        """Return the log-sum-exps of the rows, (b, k), and of the columns, (n, k)."""
-        return self._rows_kb.T, self._columns.result()
+        columns.add(part_km.T.contiguous())
+    return rows_kb.T, columns.result()
 
 
-class _Gradients:
-    """Visitor that computes the negatives' part of the gradients, per prefix."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        prefixes: list[Prefix],
-        images: list[PrefixFeatures],
-        stored: StoredTiles,
-        found: list[PairTerms],
-    ) -> None:
-        self._d_images = None
-        # The scale's gradient is computed from that of the images' normalised prefixes.
-        if plan.needs_grad.image or plan.needs_grad.scale:
-            self._d_images = [torch.empty_like(x.features_nd, dtype=plan.dtype) for x in images]
-        self._text = plan.exchange.home("sum") if plan.needs_grad.text else None
-        self._stored = stored
-        self._prefixes, self._images, self._found = prefixes, images, found
-
-    def block(self, block: ColumnBlock) -> None:
-        """Add one block to the gradients."""
-        dtype, text_mD, total_mD = block.plan.dtype, block.text_mD, None
-        if self._text is not None:
-            total_mD = self._text.empty(text_mD, dtype).zero_()
-        for index, prefix in enumerate(self._prefixes):
+def _gradients(
+    plan: Plan,
+    prefixes: list[Prefix],
+    images: list[PrefixFeatures],
+    found: list[PairTerms],
+    stored: StoredTiles,
+) -> tuple[list[Tensor] | None, Tensor | None]:
+    """Return the negatives' part of the gradients of each image prefix, and of the full texts."""
+    dtype, d_images = plan.dtype, None
+    # The scale's gradient is computed from that of the images' normalised prefixes.
+    if plan.needs_grad.image or plan.needs_grad.scale:
+        d_images = [torch.empty_like(x.features_nd, dtype=dtype) for x in images]
+    d_text = plan.exchange.home("sum") if plan.needs_grad.text else None
+    for block in sweep(plan, torch.stack([terms.column_lse_n for terms in found], 1)):
+        text_mD = block.text_mD
+        total_mD = None if d_text is None else d_text.empty(text_mD, dtype).zero_()
+        for index, prefix in enumerate(prefixes):
             text, part_md = prefix.of(text_mD), None
             if total_mD is not None:
                 part_md = torch.empty_like(text.features_nd, dtype=dtype)
-            block.plan.tiles.grad_sweep(
-                block.logits(self._images[index].features_nd, text.features_nd, self._stored),
-                Vectors(self._found[index].row_lse_b, block.values[:, index].contiguous()),
-                Derivatives(None if self._d_images is None else self._d_images[index], part_md),
+            plan.tiles.grad_sweep(
+                block.logits(images[index].features_nd, text.features_nd, stored),
+                Vectors(found[index].row_lse_b, block.values[:, index].contiguous()),
+                Derivatives(None if d_images is None else d_images[index], part_md),
             )
             if total_mD is not None and part_md is not None:
                 text.add_gradient(total_mD, part_md, prefix.weight)
-        if self._text is not None and total_mD is not None:
-            self._text.add(total_mD)
-
-    def home(self) -> tuple[list[Tensor] | None, Tensor | None]:
-        """Return the gradients of each prefix of the images, and of the full texts."""
-        return self._d_images, None if self._text is None else self._text.result()
+        if d_text is not None and total_mD is not None:
+            d_text.add(total_mD)
+    return d_images, None if d_text is None else d_text.result()

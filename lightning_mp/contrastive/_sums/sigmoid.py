@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_mp.contrastive._sums.matches import add_rows
 from lightning_mp.contrastive._sums.products import dots
 from lightning_mp.contrastive._sums.statistics import LargestNegatives, loss_statistics
-from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan, SweepResult, sweep
+from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import Derivatives, row_dots
 
 __all__ = ["sigmoid_loss"]
@@ -33,8 +33,7 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
     scale, bias = (x.to(state).reshape(()) for x in (scale, bias))
     largest = LargestNegatives(plan) if plan.statistics else None
     weights_b = _weights(plan)
-    pairs = _Pairs(plan, scale, bias, weights_b, largest)
-    totals_2, d_image_bD, d_text_nD = sweep(plan, pairs)
+    totals_2, d_image_bD, d_text_nD = _swept(plan, scale, bias, weights_b, largest)
     maxima = None if largest is None else largest.home()
     extra = _ExtraPairs(plan, scale, bias, weights_b)
     extra.add(totals_2, d_image_bD, d_text_nD)
@@ -146,51 +145,27 @@ class _ExtraPairs:
         return weights_bk1 * request.image.to(dtype)[:, None]
 
 
-class _Pairs:
-    """Visitor that computes the negatives' part of loss and gradients, times B.
-
-    Args:
-        plan: The plan.
-        scale: Logit scale in the state dtype.
-        bias: Logit bias, likewise.
-        weights_b: Weights of the rows; `None` for 1 each.
-        largest: The maxima for statistics, if requested.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        scale: Tensor,
-        bias: Tensor,
-        weights_b: Tensor | None,
-        largest: LargestNegatives | None,
-    ) -> None:
-        image_bD, (use_image, use_text) = plan.request.image, plan.computes_grad
-        # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.
-        self._image_bD = image_bD.new_empty(image_bD.shape, dtype=plan.dtype) if use_image else None
-        self._text = plan.exchange.home("sum") if use_text else None
-        self._scale, self._bias, self._largest = scale, bias, largest
-        self._weights_b = weights_b
-        # In the state dtype, because there is a term for every pair.
-        self._totals_2 = scale.new_zeros(2)
-
-    def block(self, block: ColumnBlock) -> None:
-        """Add one block to sums and gradients."""
-        part_mD = None
-        if self._text is not None:
-            part_mD = self._text.empty(block.text_mD, block.plan.dtype)
-        maxima = None if self._largest is None else self._largest.fresh(block.text_mD)
-        logits = block.logits(block.plan.request.image, block.text_mD)
-        block.plan.tiles.sigmoid_sweep(
-            logits._replace(scale=self._scale, weights_b=self._weights_b), self._bias,
-            self._totals_2, Derivatives(self._image_bD, part_mD), maxima,
-        )  # fmt: skip
-        if self._text is not None and part_mD is not None:
-            self._text.add(part_mD)
-        if self._largest is not None:
-            self._largest.send()
-
-    def home(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the sums, and the gradients of images and texts."""
-        text_nD = None if self._text is None else self._text.result()
-        return self._totals_2, self._image_bD, text_nD
+def _swept(
+    plan: Plan,
+    scale: Tensor,
+    bias: Tensor,
+    weights_b: Tensor | None,
+    largest: LargestNegatives | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the negatives' part of loss and `sum dL/dS`, and of the towers' gradients, times B."""
+    image_bD, (use_image, use_text) = plan.request.image, plan.computes_grad
+    # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.
+    d_image_bD = image_bD.new_empty(image_bD.shape, dtype=plan.dtype) if use_image else None
+    d_text = plan.exchange.home("sum") if use_text else None
+    # In the state dtype, because there is a term for every pair.
+    totals_2 = scale.new_zeros(2)
+    for block in sweep(plan):
+        part_mD = None if d_text is None else d_text.empty(block.text_mD, plan.dtype)
+        maxima = None if largest is None else largest.fresh(block.text_mD)
+        logits = block.logits(image_bD, block.text_mD)._replace(scale=scale, weights_b=weights_b)
+        plan.tiles.sigmoid_sweep(logits, bias, totals_2, Derivatives(d_image_bD, part_mD), maxima)
+        if d_text is not None and part_mD is not None:
+            d_text.add(part_mD)
+        if largest is not None:
+            largest.send()
+    return totals_2, d_image_bD, None if d_text is None else d_text.result()

@@ -31,10 +31,10 @@ from lightning_mp.contrastive._sums.statistics import (
     loss_statistics,
     softmax_probabilities,
 )
-from lightning_mp.contrastive._sums.sweep import ColumnBlock, Plan, SweepResult, sweep
+from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Prepared, StoredTiles, Vectors
 
-__all__ = ["Gradients", "Negatives", "softmax_loss"]
+__all__ = ["gradients", "negatives", "softmax_loss"]
 
 
 def softmax_loss(plan: Plan) -> SweepResult:
@@ -44,8 +44,7 @@ def softmax_loss(plan: Plan) -> SweepResult:
     memory = plan.memory_for_tiles()
     prepared = tiles.prepare(image_bD, text_nD, scale)
     largest = LargestNegatives(plan) if plan.statistics else None
-    negatives = Negatives(plan, StoredTiles(memory), prepared, largest)
-    row_neg_b, column_neg_Rn = sweep(plan, negatives)
+    row_neg_b, column_neg_Rn = negatives(plan, StoredTiles(memory), prepared, largest)
     statistics_5 = None
     if largest is not None:
         probability_2b = softmax_probabilities(
@@ -59,24 +58,24 @@ def softmax_loss(plan: Plan) -> SweepResult:
     )
     d_image_bD = d_text_nD = None
     if plan.trains:
-        gradients = Gradients(plan, row_lse_b, StoredTiles(memory))
-        d_image_bD, d_text_nD = sweep(plan, gradients, column_lse_n)
+        d_image_bD, d_text_nD = gradients(plan, row_lse_b, column_lse_n, StoredTiles(memory))
         tiles.finish(
             image_bD, text_nD, d_image_bD, d_text_nD, weight_b, scale, plan.terms,
             plan.exchange.world_size, totals[0] if plan.needs_grad.scale else None,
         )  # fmt: skip
     *d_scale, loss = plan.exchange.all_reduce(totals)
     return SweepResult(
-        loss,
-        d_image_bD,
-        d_text_nD,
-        d_scale=d_scale[0] if d_scale else None,
-        statistics_5=statistics_5,
+        loss, d_image_bD, d_text_nD, d_scale=next(iter(d_scale), None), statistics_5=statistics_5
     )
 
 
-class Negatives:
-    """Visitor that computes the log-sum-exps of the negatives of rows and columns.
+def negatives(
+    plan: Plan,
+    stored: StoredTiles | None = None,
+    prepared: Prepared | None = None,
+    largest: LargestNegatives | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exps of the negatives of rows, (b,), and parts of those of columns, (R, n).
 
     Args:
         plan: The plan.
@@ -84,66 +83,41 @@ class Negatives:
         prepared: Result of the backend's `prepare`, if it was called.
         largest: The maxima for statistics, if requested.
     """
-
-    def __init__(
-        self,
-        plan: Plan,
-        stored: StoredTiles | None = None,
-        prepared: Prepared | None = None,
-        largest: LargestNegatives | None = None,
-    ) -> None:
-        image_bD = plan.request.image
-        self._rows_b = image_bD.new_empty(len(image_bD), dtype=plan.state)
-        self._columns, self._stored = plan.exchange.home("logsumexp"), stored
-        self._prepared, self._largest = prepared, largest
-
-    def block(self, block: ColumnBlock) -> None:
-        """Add one block to the log-sum-exps."""
+    image_bD = plan.request.image
+    row_neg_b = image_bD.new_empty(len(image_bD), dtype=plan.state)
+    columns = plan.exchange.home("logsumexp")
+    for block in sweep(plan):
         # Uninitialised, because `Logits.fresh` says that it is overwritten.
-        part_m = self._rows_b.new_empty(len(block.text_mD))
-        maxima = None if self._largest is None else self._largest.fresh(part_m)
-        logits = block.logits(block.plan.request.image, block.text_mD, self._stored)
-        lses = Vectors(self._rows_b, part_m)
-        block.plan.tiles.lse_sweep(logits, lses, self._prepared, maxima)
-        self._columns.add(part_m)
-        if self._largest is not None:
-            self._largest.send()
-
-    def home(self) -> tuple[Tensor, Tensor]:
-        """Return log-sum-exps of the rows, (b,), and parts of those of the columns, (R, n)."""
-        return self._rows_b, self._columns.parts()
+        part_m = row_neg_b.new_empty(len(block.text_mD))
+        maxima = None if largest is None else largest.fresh(part_m)
+        logits = block.logits(image_bD, block.text_mD, stored)
+        plan.tiles.lse_sweep(logits, Vectors(row_neg_b, part_m), prepared, maxima)
+        columns.add(part_m)
+        if largest is not None:
+            largest.send()
+    return row_neg_b, columns.parts()
 
 
-class Gradients:
-    """Visitor that computes the negatives' part of `2B dL/dS text` and `2B dL/dS.T image`.
-
-    The log-sum-exps of the columns are the `values` of the sweep.
+def gradients(
+    plan: Plan, row_lse_b: Tensor, column_lse_n: Tensor, stored: StoredTiles | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the negatives' part of `2B dL/dS text` and `2B dL/dS.T image`.
 
     Args:
         plan: The plan.
         row_lse_b: The log-sum-exps of the rows.
+        column_lse_n: The log-sum-exps of the columns.
         stored: The tiles that the first sweep stored, taken again from the first one.
     """
-
-    def __init__(self, plan: Plan, row_lse_b: Tensor, stored: StoredTiles | None = None) -> None:
-        image_bD, (use_image, use_text) = plan.request.image, plan.computes_grad
-        # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.
-        self._image_bD = image_bD.new_empty(image_bD.shape, dtype=plan.dtype) if use_image else None
-        self._text = plan.exchange.home("sum") if use_text else None
-        self._row_lse_b = row_lse_b
-        self._stored = stored
-
-    def block(self, block: ColumnBlock) -> None:
-        """Add one block to the gradients."""
-        part_mD = None
-        if self._text is not None:
-            part_mD = self._text.empty(block.text_mD, block.plan.dtype)
-        logits = block.logits(block.plan.request.image, block.text_mD, self._stored)
-        lses = Vectors(self._row_lse_b, block.values)
-        block.plan.tiles.grad_sweep(logits, lses, Derivatives(self._image_bD, part_mD))
-        if self._text is not None and part_mD is not None:
-            self._text.add(part_mD)
-
-    def home(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of images and texts."""
-        return self._image_bD, None if self._text is None else self._text.result()
+    image_bD, (use_image, use_text) = plan.request.image, plan.computes_grad
+    # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.
+    d_image_bD = image_bD.new_empty(image_bD.shape, dtype=plan.dtype) if use_image else None
+    d_text = plan.exchange.home("sum") if use_text else None
+    for block in sweep(plan, column_lse_n):
+        part_mD = None if d_text is None else d_text.empty(block.text_mD, plan.dtype)
+        logits = block.logits(image_bD, block.text_mD, stored)
+        lses = Vectors(row_lse_b, block.values)
+        plan.tiles.grad_sweep(logits, lses, Derivatives(d_image_bD, part_mD))
+        if d_text is not None and part_mD is not None:
+            d_text.add(part_mD)
+    return d_image_bD, None if d_text is None else d_text.result()

@@ -17,7 +17,7 @@ __all__ = ["LargestNegatives", "loss_statistics", "softmax_probabilities"]
 
 
 class LargestNegatives:
-    """The largest negatives of rows and columns, which the visitor of a loss measures.
+    """The largest negatives of rows and columns, which the sweep of a loss measures.
 
     Args:
         plan: The plan.

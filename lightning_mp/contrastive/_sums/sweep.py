@@ -1,4 +1,4 @@
-"""The sweep of all losses: passes the columns of all ranks to visitors, block by block.
+"""The sweep of all losses over the columns of all ranks, block by block.
 
 Shapes:
     B: global batch. b: images of this rank. n: its texts; text i belongs to image i for i < b.
@@ -7,7 +7,7 @@ Shapes:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from lightning_mp.contrastive._call.pairing import Pairing
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._exchange.exchange import Combine, Exchange, Visit
 from lightning_mp.contrastive._sums.false_negatives import thresholds_of
-from lightning_mp.contrastive._tiles.masks import Ids, Thresholds
+from lightning_mp.contrastive._tiles.masks import Ids
 from lightning_mp.contrastive._tiles.tile_backend import (
     Logits,
     RowsColumns,
@@ -25,16 +25,7 @@ from lightning_mp.contrastive._tiles.tile_backend import (
 )
 from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, state_dtype
 
-__all__ = [
-    "ColumnBlock",
-    "SweepResult",
-    "NeedsGrad",
-    "OneRank",
-    "Plan",
-    "Visitor",
-    "plan_of",
-    "sweep",
-]
+__all__ = ["ColumnBlock", "NeedsGrad", "OneRank", "Plan", "SweepResult", "sweep"]
 
 
 class NeedsGrad(NamedTuple):
@@ -72,7 +63,7 @@ class SweepResult(NamedTuple):
     statistics_5: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
     """The facts that all ranks agreed on before computing the loss, and values derived from them.
 
@@ -81,11 +72,14 @@ class Plan:
         exchange: The exchange of columns between ranks.
         tiles: The tile backend.
         needs_grad: Which gradients any rank needs.
-        pairs: B, the number of images of all ranks.
-        matched: Number of this rank's images with a positive text; text i belongs to image i for
-            i < matched.
+        pairs: B, the number of images of all ranks; by default those of the request.
         pairing: The pairing of `positives`, if given.
         statistics: Whether any rank requests `LossStatistics`.
+        image_exchange: The exchange of images, for losses whose columns are images.
+
+    Attributes:
+        matched: Number of this rank's images with a positive text; text i belongs to image i for
+            i < matched.
         thresholds: False-negative thresholds of this rank's images and texts; `None` without.
         ids_n: Ids of this rank's texts, int64. Pairs with equal ids, on any ranks, are not
             negatives. `None` on all ranks or on none.
@@ -97,27 +91,37 @@ class Plan:
         trains: Whether a backward can follow.
         dtype: Dtype of sums over products.
         state: Dtype of sums over the batch.
-        image_exchange: The exchange of images, for losses whose columns are images.
     """
 
     request: Request
     exchange: Exchange
     tiles: TileBackend
     needs_grad: NeedsGrad
-    pairs: int
-    matched: int
-    pairing: Pairing | None
-    statistics: bool
-    thresholds: Thresholds | None
-    ids_n: Tensor | None
-    grouped_ids_n: Tensor | None
-    has_terms: RowsColumns
-    terms: int
-    computes_grad: RowsColumns
-    trains: bool
-    dtype: torch.dtype
-    state: torch.dtype
-    image_exchange: Exchange
+    pairs: int = 0
+    pairing: Pairing | None = None
+    statistics: bool = False
+    image_exchange: Exchange | None = None
+
+    def __post_init__(self) -> None:
+        request, needs_grad = self.request, self.needs_grad
+        self.pairs = self.pairs or len(request.image)
+        self.statistics |= request.statistics
+        self.matched = len(request.image) if self.pairing is None else self.pairing.matched
+        is_masked = request.false_negatives != "keep"
+        self.thresholds = thresholds_of(request, self.tiles) if is_masked else None
+        # Ids are exchanged, and ranks do not compare the dtypes of theirs.
+        ids_n = None if request.ids is None else request.ids.long().contiguous()
+        self.ids_n = ids_n if request.duplicates == "mask" else None
+        self.grouped_ids_n = None if request.duplicates == "mask" else ids_n
+        directions = request.directions
+        self.has_terms = RowsColumns(directions != "text_to_image", directions != "image_to_text")
+        self.terms = sum(self.has_terms) * self.pairs
+        self.computes_grad = RowsColumns(
+            needs_grad.image or (needs_grad.scale and not needs_grad.text), needs_grad.text
+        )
+        self.trains = any(needs_grad)
+        self.dtype = ACCUMULATION_DTYPES[request.image.dtype]
+        self.state = state_dtype(request.image.device)
 
     def memory_for_tiles(self, sweeps: int = 1) -> Tensor:
         """Return memory for tiles that the gradient sweep reuses; may be empty."""
@@ -127,39 +131,6 @@ class Plan:
             columns = sweeps * self.exchange.global_batch_size
             size = self.tiles.stored_values(len(image_bD), columns, image_bD.dtype, image_bD.device)
         return image_bD.new_empty(size, dtype=self.dtype)
-
-
-def plan_of(
-    request: Request,
-    exchange: Exchange,
-    tiles: TileBackend,
-    needs_grad: NeedsGrad,
-    *,
-    pairs: int | None = None,
-    pairing: Pairing | None = None,
-    statistics: bool | None = None,
-    image_exchange: Exchange | None = None,
-) -> Plan:
-    """Return the plan of a request, see `Plan`; `pairs` and `statistics` default to one rank's."""
-    b, directions = len(request.image), request.directions
-    has_terms = RowsColumns(directions != "text_to_image", directions != "image_to_text")
-    pairs = b if pairs is None else pairs
-    # Ids are exchanged, and ranks do not compare the dtypes of theirs.
-    ids_n = None if request.ids is None else request.ids.long().contiguous()
-    thresholds = None if request.false_negatives == "keep" else thresholds_of(request, tiles)
-    return Plan(
-        request, exchange, tiles, needs_grad, pairs,
-        matched=b if pairing is None else pairing.matched, pairing=pairing, thresholds=thresholds,
-        statistics=request.statistics if statistics is None else statistics,
-        ids_n=ids_n if request.duplicates == "mask" else None,
-        grouped_ids_n=None if request.duplicates == "mask" else ids_n,
-        has_terms=has_terms, terms=sum(has_terms) * pairs,
-        computes_grad=RowsColumns(
-            needs_grad.image or (needs_grad.scale and not needs_grad.text), needs_grad.text
-        ), trains=any(needs_grad),
-        dtype=ACCUMULATION_DTYPES[request.image.dtype], state=state_dtype(request.image.device),
-        image_exchange=image_exchange or OneRank(b),
-    )  # fmt: skip
 
 
 class ColumnBlock(NamedTuple):
@@ -205,24 +176,11 @@ class ColumnBlock(NamedTuple):
         )  # fmt: skip
 
 
-class Visitor(Protocol):
-    """Interface of a sweep: `block` consumes one block, `home` returns the accumulated results."""
-
-    def block(self, block: ColumnBlock) -> None:
-        """Accumulate one block."""
-        ...
-
-    def home(self) -> Any:
-        """Return the results for this rank's rows and columns; called once, on all ranks."""
-        ...
-
-
-def sweep(plan: Plan, visitor: Visitor, values: Tensor | None = None) -> Any:
-    """Pass the columns of all ranks to a visitor, and return its results.
+def sweep(plan: Plan, values: Tensor | None = None) -> Iterator[ColumnBlock]:
+    """Yield the columns of all ranks, block by block.
 
     Args:
         plan: The plan.
-        visitor: The visitor.
         values: Values of this rank's columns that are exchanged with them.
     """
     travelling = [plan.request.text]
@@ -232,8 +190,7 @@ def sweep(plan: Plan, visitor: Visitor, values: Tensor | None = None) -> Any:
         travelling += plan.thresholds.travelling
     for index, visit in enumerate(plan.exchange.visit(travelling, values)):
         of_block = None if values is None else visit.columns[-1]
-        visitor.block(ColumnBlock(plan, visit, visit.columns[0], of_block, index == 0))
-    return visitor.home()
+        yield ColumnBlock(plan, visit, visit.columns[0], of_block, index == 0)
 
 
 class OneRank(Exchange):

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._sums.cross_entropies import CrossEntropies
-from lightning_mp.contrastive._sums.softmax import Gradients, Negatives
+from lightning_mp.contrastive._sums.softmax import gradients, negatives
 from lightning_mp.contrastive._sums.statistics import (
     LargestNegatives,
     loss_statistics,
     softmax_probabilities,
 )
-from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
+from lightning_mp.contrastive._sums.sweep import Plan, SweepResult
 from lightning_mp.contrastive._sums.targets import cross_entropies_of
 from lightning_mp.contrastive._tiles.tile_backend import StoredTiles, row_dots
 
@@ -38,7 +38,7 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
     image_bD, text_nD, scale = request.image, request.text, request.scale
     memory = plan.memory_for_tiles()
     largest = LargestNegatives(plan) if plan.statistics else None
-    row_neg_b, column_neg_Rn = sweep(plan, Negatives(plan, StoredTiles(memory), largest=largest))
+    row_neg_b, column_neg_Rn = negatives(plan, StoredTiles(memory), largest=largest)
     lses = [row_neg_b, column_neg_Rn.logsumexp(0)]
     statistics_5 = None
     if largest is not None:  # statistics require one positive per row
@@ -53,12 +53,12 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
     needs = [*plan.needs_grad, plan.trains, plan.trains]
     if request.negatives is not None:
         inputs, needs = [*inputs, request.negatives], [*needs, negatives_need_grad]
-    part, gradients = _differentiated(cross_entropies, inputs, needs)
-    d_image_bD, d_text_nD, d_scale, d_row_b, d_column_n, *d_negatives = gradients
+    part, derivatives = _differentiated(cross_entropies, inputs, needs)
+    d_image_bD, d_text_nD, d_scale, d_row_b, d_column_n, *d_negatives = derivatives
     from_sweeps: tuple[Tensor | None, Tensor | None] = (None, None)
     if plan.trains:
-        gradients_of = Gradients(plan, weighted_lse(row_neg_b, d_row_b), StoredTiles(memory))
-        from_sweeps = sweep(plan, gradients_of, weighted_lse(lses[1], d_column_n))
+        shifted = weighted_lse(row_neg_b, d_row_b), weighted_lse(lses[1], d_column_n)
+        from_sweeps = gradients(plan, *shifted, StoredTiles(memory))
     if d_scale is not None:
         # sum <I, dL/dS T> = sum <T, dL/dS^T I>: either gradient serves.
         towers = zip((image_bD, text_nD), from_sweeps, strict=True)

@@ -18,7 +18,7 @@ from lightning_mp import ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._operator import _compute
 from lightning_mp.contrastive._sums.agreement import exchange_for
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, plan_of
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, Plan
 from lightning_mp.numerics import probe_kernels
 from lightning_mp.numerics.row_dots import fused_row_dots
 from lightning_mp.numerics.split_kernels import fused_join, fused_split
@@ -158,7 +158,7 @@ def _of_ranks(sizes: list[int], dtype: torch.dtype, exchange: str) -> None:
         sides = [torch.empty(sizes[0], 768, dtype=dtype) for _ in range(2)]
         request = Request(*sides, torch.empty(()), backend="triton")
         travel = exchange_for(sizes, sides[0], exchange, request.tiles, None)
-        plan = plan_of(request, *travel, NeedsGrad(True, True, True), pairs=sum(sizes))
+        plan = Plan(request, *travel, NeedsGrad(True, True, True), pairs=sum(sizes))
         with torch.no_grad():
             _compute(plan)
     finally:
