@@ -112,7 +112,7 @@ def _compute(plan: Plan) -> SweepResult:
         return softmax_loss(plan)
     if request.is_combined:
         return combined_loss(plan)
-    return targeted_loss(plan, request.needs_grad[-1])
+    return targeted_loss(plan)
 
 
 def _fake(*values: Any) -> tuple[Tensor, ...]:
@@ -152,22 +152,13 @@ def finish_gradients(cotangent: Tensor, *inputs_and_gradients: Any) -> list[Tens
     """Return the present gradients times the cotangent, in the dtypes and shapes of the inputs.
 
     The last argument is the list of gradients that `_run` returned. The inputs are arguments of the
-    operator so that autograd reaches the error about second derivatives.
+    operator so that autograd reaches the error about second derivatives. Fake tensors take the same
+    road.
     """
     *inputs, gradients = inputs_and_gradients
     return [
         # Multiplies and rounds in one operation.
         torch.mul(gradient, cotangent, out=x.new_empty(gradient.shape)).reshape(x.shape)
-        for x, gradient in zip(inputs, gradients, strict=True)
-        if x is not None and gradient.dim() != 1
-    ]
-
-
-def _fake_finish(cotangent: Tensor, *inputs_and_gradients: Any) -> list[Tensor]:
-    *inputs, gradients = inputs_and_gradients
-    return [
-        # Contiguous for any strides of the inputs, as in `finish_gradients`.
-        torch.empty_like(x, memory_format=torch.contiguous_format)
         for x, gradient in zip(inputs, gradients, strict=True)
         if x is not None and gradient.dim() != 1
     ]
@@ -180,7 +171,7 @@ finish = torch.library.custom_op(
     mutates_args=(),
     schema=f"(Tensor cotangent, {_INPUTS}, Tensor[] gradients) -> Tensor[]",
 )
-finish.register_fake(_fake_finish)
+finish.register_fake(finish_gradients)
 
 
 @finish.register_autograd
@@ -221,34 +212,26 @@ _on_host = _define("contrastive_loss_on_host", torch.Tag.cudagraph_unsafe)
 def _flops(*values: Any, **_: Any) -> int:
     """Count the products over pairs for `FlopCounterMode`, assuming equal batches of all ranks.
 
-    There is one product of `2 b n D` for the logits, one for the gradient of each tower and, for a
-    softmax, one for the logits that were not stored. Split operands multiply three times.
+    There is one product of `2 b n D` for each matrix of logits, one for the gradient of each tower
+    and, for a softmax, one for the logits that were not stored. Split operands multiply three times.
     """
     request = Request(*values)
-    group = group_named(request.group)
-    b, n = len(request.image), len(request.text) * ranks_of(group, request.owner)
-    tiles = request.tiles(request.workspace_bytes)
+    ranks = ranks_of(group_named(request.group), request.owner)
+    b, n = len(request.image), len(request.text) * ranks
     gradients = sum(request.needs_grad[:2]) or int(any(request.needs_grad[2:4]))
     widths = list(request.widths) or [request.image.shape[1]]
-    recomputed = 0
-    if request.is_softmax and gradients:
-        recomputed = b * n
-        if request.stores_tiles and request.false_negatives == "keep":
-            features = (request.image.dtype, request.image.device)
-            stored = tiles.stored_values(b, len(widths) * n, *features)
-            recomputed = tiles.multiplied_twice(b, n, widths[0], *features, stored)
+    pairs = b * n
     if request.is_combined:
-        return _combined_flops(request, b, len(request.text), n // max(1, len(request.text)))
+        is_hard = request.hardness > 0 and request.directions == "both"
+        pairs *= 1 + is_hard + (request.within in ("text", "both"))
+        pairs += b * b * ranks * (request.within in ("image", "both"))
+    recomputed = pairs if request.is_softmax and gradients else 0
+    stores = request.stores_tiles and request.false_negatives == "keep" and not request.is_combined
+    if recomputed and stores:
+        tiles = request.tiles(request.workspace_bytes)
+        features = (request.image.dtype, request.image.device)
+        stored = tiles.stored_values(b, len(widths) * n, *features)
+        recomputed = tiles.multiplied_twice(b, n, widths[0], *features, stored)
     guides = 0 if request.guide_image is None else request.guide_image.shape[1]
-    of_logits: int = sum(widths) * (recomputed + (1 + gradients) * b * n)
-    return 2 * (of_logits + guides * (2 if gradients else 1) * b * n)
-
-
-def _combined_flops(request: Request, b: int, texts: int, ranks: int) -> int:
-    """Count the products over pairs of a joint softmax, of each matrix of logits."""
-    sweeps = 2 + sum(request.needs_grad[:2]) if any(request.needs_grad) else 1
-    of_text = b * texts * ranks * (1 + (request.hardness > 0 and request.directions == "both"))
-    of_image = b * b * ranks * (request.within in ("image", "both"))
-    of_text += b * texts * ranks * (request.within in ("text", "both"))
-    width: int = request.image.shape[1]
-    return 2 * sweeps * width * (of_text + of_image)
+    of_logits: int = sum(widths) * (recomputed + (1 + gradients) * pairs)
+    return 2 * (of_logits + guides * (2 if gradients else 1) * pairs)

@@ -32,7 +32,7 @@ from lightning_mp.contrastive._tiles.tile_backend import StoredTiles, row_dots
 __all__ = ["targeted_loss", "weighted_lse"]
 
 
-def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
+def targeted_loss(plan: Plan) -> SweepResult:
     """Return the loss and its gradients: one unit of work, and up to three for the gradients."""
     request, state, dtype = plan.request, plan.state, plan.dtype
     image_bD, text_nD, scale = request.image, request.text, request.scale
@@ -52,7 +52,7 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
     # Equal on all ranks, because the graph may contain collectives.
     needs = [*plan.needs_grad, plan.trains, plan.trains]
     if request.negatives is not None:
-        inputs, needs = [*inputs, request.negatives], [*needs, negatives_need_grad]
+        inputs, needs = [*inputs, request.negatives], [*needs, request.needs_grad[-1]]
     part, derivatives = _differentiated(cross_entropies, inputs, needs)
     d_image_bD, d_text_nD, d_scale, d_row_b, d_column_n, *d_negatives = derivatives
     from_sweeps: tuple[Tensor | None, Tensor | None] = (None, None)
