@@ -213,7 +213,7 @@ def _flops(*values: Any, **_: Any) -> int:
     """Count the products over pairs for `FlopCounterMode`, assuming equal batches of all ranks.
 
     There is one product of `2 b n D` for each matrix of logits, one for the gradient of each tower
-    and, for a softmax, one for the logits that were not stored. Split operands multiply three times.
+    and, for a softmax, one for logits that were not stored. Split operands multiply three times.
     """
     request = Request(*values)
     ranks = ranks_of(group_named(request.group), request.owner)

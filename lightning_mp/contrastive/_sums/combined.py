@@ -56,13 +56,12 @@ def combined_loss(plan: Plan) -> SweepResult:
     """Return the loss and its gradients: up to four units of work for each matrix."""
     request, state, b = plan.request, plan.state, len(plan.request.image)
     image_bD, text_bD = request.image, request.text[: len(request.image)]
-    scale = request.scale.to(state).reshape(())
     matrices = _matrices(plan)
     lses: list[tuple[Tensor, Tensor]] = []
     for matrix in matrices:
         row_neg_b, column_neg_Rn = negatives(matrix.plan)
         lses.append((row_neg_b, column_neg_Rn.logsumexp(0)))
-    trained = [image_bD.to(plan.dtype), text_bD.to(plan.dtype), scale]
+    trained = [image_bD.to(plan.dtype), text_bD.to(plan.dtype), plan.scale]
     leaves = [x.detach().requires_grad_(plan.trains) for x in trained]
     negs = [
         neg[:b].detach().requires_grad_(plan.trains)
@@ -85,10 +84,10 @@ def combined_loss(plan: Plan) -> SweepResult:
         if of_rows is not None:
             d_scale = d_scale + row_dots(matrix.plan.request.image, of_rows, state).sum()
             target = d_image_bD if matrix.rows_are_images else d_text_nD[:b]
-            target.addcmul_(of_rows, scale.to(plan.dtype))
+            target.addcmul_(of_rows, plan.scale.to(plan.dtype))
         if of_columns is not None:
             target = d_image_bD if matrix.columns_are_images else d_text_nD
-            target.addcmul_(of_columns, scale.to(plan.dtype))
+            target.addcmul_(of_columns, plan.scale.to(plan.dtype))
     d_scale, loss = plan.exchange.all_reduce(torch.stack([d_scale, total.detach()]) * unit).unbind()
     factor = unit * plan.exchange.world_size
     # No views, because outputs of an operator must not share memory.

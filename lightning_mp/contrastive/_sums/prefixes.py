@@ -71,7 +71,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
             totals[0] += prefix.weight * along_b.sum() / plan.terms
             if d_image_bD is not None:
                 image.add_gradient(d_image_bD, grad_bd, prefix.weight)
-    factor = scale.to(totals.dtype).reshape(()) * (plan.exchange.world_size / plan.terms)
+    factor = plan.scale * (plan.exchange.world_size / plan.terms)
     for grad in (d_image_bD, d_text_nD):
         if grad is not None:
             grad.mul_(factor)

@@ -49,7 +49,8 @@ class _Dots(torch.autograd.Function):
     def forward(ctx: Any, left_bD: Tensor, right_bkD: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(left_bD, right_bkD)
         # One of k at a time, because wide copies of all would be k times the features.
-        return torch.stack([row_dots(left_bD, x_bD, dtype) for x_bD in right_bkD.unbind(1)], 1)
+        dots = [row_dots(left_bD, x_bD, dtype) for x_bD in right_bkD.unbind(1)]
+        return torch.stack(dots, 1) if dots else left_bD.new_empty(len(left_bD), 0, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, cotangent_bk: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -27,38 +27,36 @@ __all__ = ["sigmoid_loss"]
 
 def sigmoid_loss(plan: Plan) -> SweepResult:
     """Return the loss and its gradients: one unit of work, and one for each tower's gradient."""
-    request, state = plan.request, plan.state
-    image_bD, text_nD, scale = request.image, request.text, request.scale
-    bias = scale.new_zeros(()) if request.bias is None else request.bias
-    scale, bias = (x.to(state).reshape(()) for x in (scale, bias))
+    image_bD, text_nD = plan.request.image, plan.request.text
     largest = LargestNegatives(plan) if plan.statistics else None
     weights_b = _weights(plan)
-    totals_2, d_image_bD, d_text_nD = _swept(plan, scale, bias, weights_b, largest)
+    totals_2, d_image_bD, d_text_nD = _swept(plan, weights_b, largest)
     maxima = None if largest is None else largest.home()
-    extra = _ExtraPairs(plan, scale, bias, weights_b)
-    extra.add(totals_2, d_image_bD, d_text_nD)
+    own_b = plan.scale.new_ones(len(image_bD)) if weights_b is None else weights_b
+    _add_positives(plan, own_b, totals_2, d_image_bD, d_text_nD)
+    d_scale, d_negatives_bkD = _add_negatives(plan, own_b, totals_2, d_image_bD)
     q = plan.matched
-    pos_b = row_dots(image_bD[:q], text_nD[:q], state).mul_(scale).add_(bias)
+    pos_b = row_dots(image_bD[:q], text_nD[:q], plan.state).mul_(plan.scale).add_(plan.bias)
     # A positive of +inf is an overflow, not a loss of 0.
     pos_b = pos_b.masked_fill(pos_b == torch.inf, torch.nan)
     # `1 - sigmoid(pos_b)` would lose the digits of a converged pair.
     weight_b = torch.sigmoid(-pos_b)
     losses_b = torch.logaddexp(-pos_b, pos_b.new_zeros(()))
     if weights_b is not None:
-        own_b = weights_b[:q]
+        own_q = own_b[:q]
         # A term of weight 0 may be infinite, and their product is NaN.
-        losses_b, weight_b = ((x * own_b).where(own_b != 0, 0.0) for x in (losses_b, weight_b))
+        losses_b, weight_b = ((x * own_q).where(own_q != 0, 0.0) for x in (losses_b, weight_b))
     loss = losses_b.sum()
     # One tensor, which one collective adds up; `finish` fills the last place.
     sums = torch.stack([totals_2[0] + loss, totals_2[1] - weight_b.sum(), loss.new_zeros(())])
     sums /= plan.pairs
     if plan.trains:
         plan.tiles.finish(
-            image_bD, text_nD, d_image_bD, d_text_nD, weight_b, scale, plan.pairs,
+            image_bD, text_nD, d_image_bD, d_text_nD, weight_b, plan.scale, plan.pairs,
             plan.exchange.world_size, sums[2] if plan.needs_grad.scale else None,
         )  # fmt: skip
     if d_image_bD is None:  # otherwise `finish` computes it from the gradient of the images
-        sums[2] += extra.d_scale / plan.pairs
+        sums[2] += d_scale / plan.pairs
     sums = plan.exchange.all_reduce(sums)
     statistics_5 = None
     if maxima is not None:
@@ -66,91 +64,23 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
         probability_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
         # Maxima are without the bias.
         statistics_5 = loss_statistics(
-            plan, pos_b - bias, torch.stack([probability_b, probability_b]), maxima
+            plan, pos_b - plan.bias, torch.stack([probability_b, probability_b]), maxima
         )
     loss, d_bias, d_scale = (x.clone() for x in sums)  # outputs must not be views
-    d_negatives_bkD = extra.d_negatives(plan.exchange.world_size / plan.pairs)
     return SweepResult(loss, d_image_bD, d_text_nD, d_negatives_bkD, d_scale, d_bias, statistics_5)
 
 
 def _weights(plan: Plan) -> Tensor | None:
     """Return the weights of images with a mean of 1 over all ranks; `None` for equal weights."""
-    if plan.request.weights is None:
+    if plan.weights_b is None:
         return None
-    weights_b = plan.request.weights.to(plan.state)
-    # A check would wait for the device, so the loss becomes NaN.
-    weights_b = weights_b.masked_fill(weights_b < 0, torch.nan)
-    total = plan.exchange.all_reduce(weights_b.sum())
+    total = plan.exchange.all_reduce(plan.weights_b.sum())
     # If all weights are 0, the loss is 0.
-    return weights_b * (plan.pairs / total.masked_fill(total == 0, 1))
-
-
-class _ExtraPairs:
-    """Pairs outside of the sweep's formula: additional positives, and `negatives` of an image.
-
-    The sweep has summed additional positives as negatives. Since `softplus(-x) = softplus(x) - x`,
-    subtracting their logits corrects the sum to within the rounding of a logit.
-
-    Args:
-        plan: The plan.
-        scale: Logit scale in the state dtype.
-        bias: Logit bias, likewise.
-        weights_b: Weights of the images; `None` for 1 each.
-    """
-
-    def __init__(self, plan: Plan, scale: Tensor, bias: Tensor, weights_b: Tensor | None) -> None:
-        self._plan, self._scale, self._bias = plan, scale, bias
-        self._own_b = scale.new_ones(len(plan.request.image)) if weights_b is None else weights_b
-        self.d_scale = scale.new_zeros(())
-        """B times the part of `negatives` in the scale's gradient."""
-        self._weights_bk: Tensor | None = None
-
-    def add(self, totals_2: Tensor, d_image_bD: Tensor | None, d_text_nD: Tensor | None) -> None:
-        """Add these pairs to the sums and to the gradients, both times B."""
-        request, pairing, dtype = self._plan.request, self._plan.pairing, self._plan.dtype
-        if pairing is not None:
-            # The sweep masks text i of image i, but not its other positives.
-            is_extra_e = pairing.images_e != pairing.texts_e
-            is_extra_e |= pairing.images_e >= pairing.matched
-            images_e, texts_e = pairing.images_e[is_extra_e], pairing.texts_e[is_extra_e]
-            image_eD, text_eD = request.image[images_e], request.text[texts_e]
-            logits_e = row_dots(image_eD, text_eD, self._scale.dtype) * self._scale + self._bias
-            own_e = self._own_b[images_e]
-            totals_2 -= torch.stack([(own_e * logits_e).sum(), own_e.sum()])
-            weights_e1 = -own_e.to(dtype)[:, None]
-            if d_image_bD is not None:
-                add_rows(d_image_bD, images_e, weights_e1 * text_eD.to(dtype))
-            if d_text_nD is not None:
-                add_rows(d_text_nD, texts_e, weights_e1 * image_eD.to(dtype))
-        if request.negatives is not None and request.negatives.shape[1]:
-            products_bk = dots(request.image.to(dtype), request.negatives, self._scale.dtype)
-            logits_bk = products_bk * self._scale + self._bias
-            own_b1 = self._own_b[:, None]
-            losses_bk = own_b1 * torch.logaddexp(logits_bk, logits_bk.new_zeros(()))
-            self._weights_bk = own_b1 * logits_bk.sigmoid()
-            totals_2 += torch.stack([losses_bk.sum(), self._weights_bk.sum()])
-            self.d_scale += (self._weights_bk * products_bk).sum()
-            if d_image_bD is not None:
-                weights_b1k = self._weights_bk.to(dtype)[:, None]
-                d_image_bD += (weights_b1k @ request.negatives.to(dtype))[:, 0]
-
-    def d_negatives(self, share: float) -> Tensor | None:
-        """Return the gradient of `negatives`; `share` is the weight of a term."""
-        request, dtype = self._plan.request, self._plan.dtype
-        if request.negatives is None or not request.needs_grad[-1]:
-            return None
-        if self._weights_bk is None:  # k = 0
-            return torch.zeros_like(request.negatives, dtype=dtype)
-        weights_bk1 = (self._weights_bk * self._scale * share).to(dtype)[..., None]
-        return weights_bk1 * request.image.to(dtype)[:, None]
+    return plan.weights_b * (plan.pairs / total.masked_fill(total == 0, 1))
 
 
 def _swept(
-    plan: Plan,
-    scale: Tensor,
-    bias: Tensor,
-    weights_b: Tensor | None,
-    largest: LargestNegatives | None,
+    plan: Plan, weights_b: Tensor | None, largest: LargestNegatives | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the negatives' part of loss and `sum dL/dS`, and of the towers' gradients, times B."""
     image_bD, (use_image, use_text) = plan.request.image, plan.computes_grad
@@ -158,14 +88,68 @@ def _swept(
     d_image_bD = image_bD.new_empty(image_bD.shape, dtype=plan.dtype) if use_image else None
     d_text = plan.exchange.home("sum") if use_text else None
     # In the state dtype, because there is a term for every pair.
-    totals_2 = scale.new_zeros(2)
+    totals_2 = plan.scale.new_zeros(2)
     for block in sweep(plan):
         part_mD = None if d_text is None else d_text.empty(block.text_mD, plan.dtype)
         maxima = None if largest is None else largest.fresh(block.text_mD)
-        logits = block.logits(image_bD, block.text_mD)._replace(scale=scale, weights_b=weights_b)
-        plan.tiles.sigmoid_sweep(logits, bias, totals_2, Derivatives(d_image_bD, part_mD), maxima)
+        logits = block.logits(image_bD, block.text_mD)
+        plan.tiles.sigmoid_sweep(
+            logits._replace(scale=plan.scale, weights_b=weights_b), plan.bias, totals_2,
+            Derivatives(d_image_bD, part_mD), maxima,
+        )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
         if largest is not None:
             largest.send()
     return totals_2, d_image_bD, None if d_text is None else d_text.result()
+
+
+def _add_positives(
+    plan: Plan,
+    own_b: Tensor,
+    totals_2: Tensor,
+    d_image_bD: Tensor | None,
+    d_text_nD: Tensor | None,
+) -> None:
+    """Add further positives of an image to sums and gradients; `own_b` are the images' weights.
+
+    The sweep has summed them as negatives. Since `softplus(-x) = softplus(x) - x`, subtracting
+    their logits corrects the sum to within the rounding of a logit.
+    """
+    pairing, request, dtype = plan.pairing, plan.request, plan.dtype
+    if pairing is None:
+        return
+    # The sweep masks text i of image i, but not its other positives.
+    is_extra_e = pairing.images_e != pairing.texts_e
+    is_extra_e |= pairing.images_e >= pairing.matched
+    images_e, texts_e = pairing.images_e[is_extra_e], pairing.texts_e[is_extra_e]
+    image_eD, text_eD = request.image[images_e], request.text[texts_e]
+    logits_e = row_dots(image_eD, text_eD, plan.state) * plan.scale + plan.bias
+    own_e = own_b[images_e]
+    totals_2 -= torch.stack([(own_e * logits_e).sum(), own_e.sum()])
+    weights_e1 = -own_e.to(dtype)[:, None]
+    if d_image_bD is not None:
+        add_rows(d_image_bD, images_e, weights_e1 * text_eD.to(dtype))
+    if d_text_nD is not None:
+        add_rows(d_text_nD, texts_e, weights_e1 * image_eD.to(dtype))
+
+
+def _add_negatives(
+    plan: Plan, own_b: Tensor, totals_2: Tensor, d_image_bD: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Add `negatives` of an image; return their part of `B dL/dscale`, and their gradient."""
+    negatives_bkD, image_bD, dtype = plan.request.negatives, plan.request.image, plan.dtype
+    if negatives_bkD is None:
+        return plan.scale.new_zeros(()), None
+    products_bk = dots(image_bD.to(dtype), negatives_bkD, plan.state)
+    logits_bk = products_bk * plan.scale + plan.bias
+    losses_bk = own_b[:, None] * torch.logaddexp(logits_bk, logits_bk.new_zeros(()))
+    weights_bk = own_b[:, None] * logits_bk.sigmoid()
+    totals_2 += torch.stack([losses_bk.sum(), weights_bk.sum()])
+    if d_image_bD is not None:
+        d_image_bD += (weights_bk.to(dtype)[:, None] @ negatives_bkD.to(dtype))[:, 0]
+    d_negatives_bkD = None
+    if plan.request.needs_grad[-1]:
+        share_bk = weights_bk * plan.scale * (plan.exchange.world_size / plan.pairs)
+        d_negatives_bkD = share_bk.to(dtype)[..., None] * image_bD.to(dtype)[:, None]
+    return (weights_bk * products_bk).sum(), d_negatives_bkD

@@ -54,14 +54,12 @@ def loss_statistics(plan: Plan, pos_q: Tensor, probability_2q: Tensor, maxima: V
     negatives, both without the bias. A NaN in `probability_2q` is not a hit.
     """
     request, exchange, state, dtype = plan.request, plan.exchange, plan.state, plan.dtype
-    image_bD, text_nD, bias, weights = request.image, request.text, request.bias, request.weights
-    q, scale = len(pos_q), request.scale.to(state).reshape(())
-    shift = pos_q.new_zeros(()) if bias is None else bias.to(state).reshape(())
+    image_bD, text_nD, weights, q = request.image, request.text, request.weights, len(pos_q)
     weight_q = torch.ones_like(pos_q) if weights is None else weights[:q].to(state)
     norms_q = [torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (image_bD[:q], text_nD[:q])]
     # A hit must be one in exact arithmetic, whatever the rounding of the tiles.
     relative, absolute = plan.tiles.rounding(image_bD.shape[1], image_bD.dtype)
-    size_q = scale.abs() * norms_q[0] * norms_q[1] + shift.abs()
+    size_q = plan.scale.abs() * norms_q[0] * norms_q[1] + plan.bias.abs()
     negatives_2q = torch.stack([maxima.rows_b[:q], maxima.columns_m[:q]])
     # Twice, because both logits have a rounding error.
     hits_2q = (pos_q - 2 * (relative * size_q + absolute) > negatives_2q) & ~probability_2q.isnan()
@@ -70,6 +68,6 @@ def loss_statistics(plan: Plan, pos_q: Tensor, probability_2q: Tensor, maxima: V
     )
     # Every pair is in the rows of one rank. Each rank fills one place, so the sum is a gather.
     largest_W = pos_q.new_zeros(exchange.world_size)
-    largest_W[exchange.rank] = torch.cat([maxima.rows_b, pos_q]).amax() + shift
+    largest_W[exchange.rank] = torch.cat([maxima.rows_b, pos_q]).amax() + plan.bias
     totals = exchange.all_reduce(torch.cat([sums_5, largest_W]))
     return torch.cat([totals[:4] / totals[4], totals[5:].amax(0, keepdim=True)]).to(dtype)

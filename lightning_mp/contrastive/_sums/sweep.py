@@ -5,6 +5,7 @@ Shapes:
     m: visiting columns. D: feature width. W: ranks.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -91,6 +92,7 @@ class Plan:
         trains: Whether a backward can follow.
         dtype: Dtype of sums over products.
         state: Dtype of sums over the batch.
+        weights_b: Weights of the images in this dtype; negative ones are NaN. `None` without.
     """
 
     request: Request
@@ -122,6 +124,22 @@ class Plan:
         self.trains = any(needs_grad)
         self.dtype = ACCUMULATION_DTYPES[request.image.dtype]
         self.state = state_dtype(request.image.device)
+        self.weights_b = None
+        if request.weights is not None:
+            # A check would wait for the device, so the loss becomes NaN.
+            self.weights_b = request.weights.to(self.state)
+            self.weights_b = self.weights_b.masked_fill(self.weights_b < 0, torch.nan)
+
+    @functools.cached_property
+    def scale(self) -> Tensor:
+        """The logit scale in the state dtype, 0-d."""
+        return self.request.scale.to(self.state).reshape(())
+
+    @functools.cached_property
+    def bias(self) -> Tensor:
+        """The logit bias, likewise; 0 without one."""
+        bias = self.request.bias
+        return self.scale.new_zeros(()) if bias is None else bias.to(self.state).reshape(())
 
     def memory_for_tiles(self, sweeps: int = 1) -> Tensor:
         """Return memory for tiles that the gradient sweep reuses; may be empty."""

@@ -35,7 +35,7 @@ __all__ = ["targeted_loss", "weighted_lse"]
 def targeted_loss(plan: Plan) -> SweepResult:
     """Return the loss and its gradients: one unit of work, and up to three for the gradients."""
     request, state, dtype = plan.request, plan.state, plan.dtype
-    image_bD, text_nD, scale = request.image, request.text, request.scale
+    image_bD, text_nD = request.image, request.text
     memory = plan.memory_for_tiles()
     largest = LargestNegatives(plan) if plan.statistics else None
     row_neg_b, column_neg_Rn = negatives(plan, StoredTiles(memory), largest=largest)
@@ -43,12 +43,12 @@ def targeted_loss(plan: Plan) -> SweepResult:
     statistics_5 = None
     if largest is not None:  # statistics require one positive per row
         q = plan.matched
-        pos_q = row_dots(image_bD[:q], text_nD[:q], state).mul_(scale.to(state).reshape(()))
+        pos_q = row_dots(image_bD[:q], text_nD[:q], state).mul_(plan.scale)
         probability_2q = softmax_probabilities(pos_q, lses)
         statistics_5 = loss_statistics(plan, pos_q, probability_2q, largest.home())
     cross_entropies = cross_entropies_of(plan)
     # Widened, because autograd accumulates gradients in the dtype of the leaves.
-    inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
+    inputs = [image_bD.to(dtype), text_nD.to(dtype), plan.scale, *lses]
     # Equal on all ranks, because the graph may contain collectives.
     needs = [*plan.needs_grad, plan.trains, plan.trains]
     if request.negatives is not None:
@@ -72,7 +72,7 @@ def targeted_loss(plan: Plan) -> SweepResult:
     for from_autograd, from_sweep in zip((d_image_bD, d_text_nD), from_sweeps, strict=True):
         if from_autograd is not None and from_sweep is not None:
             # Autograd's part contains the scale, the sweep's part does not.
-            from_autograd.addcmul_(from_sweep, scale.to(dtype).reshape(())).mul_(unit)
+            from_autograd.addcmul_(from_sweep, plan.scale.to(dtype)).mul_(unit)
     return SweepResult(
         loss, d_image_bD, d_text_nD,
         # Widened first, because fp16 underflows after the product with `unit`, about 1 / 2B.

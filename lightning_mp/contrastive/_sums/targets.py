@@ -18,11 +18,9 @@ def cross_entropies_of(plan: Plan) -> CrossEntropies:
     """Return the cross entropies of a request; called on all ranks."""
     request, pairing = plan.request, plan.pairing
     b, n = len(request.image), len(request.text)
-    weight_b = request.image.new_ones(b, dtype=plan.state)
-    if request.weights is not None:
-        weight_b = request.weights.to(weight_b.dtype)
-        # A check would wait for the device, so the loss becomes NaN.
-        weight_b = weight_b.masked_fill(weight_b < 0, torch.nan)
+    weight_b = plan.weights_b
+    if weight_b is None:
+        weight_b = request.image.new_ones(b, dtype=plan.state)
     match: Match = Own(b, n)
     if pairing is not None:
         match = Listed(pairing.images_e, pairing.texts_e, b, n)

@@ -21,7 +21,6 @@ __all__ = [
     "StoredTile",
     "Peaks",
     "Tile",
-    "thresholded_softmax",
     "thresholded_sums",
     "log2_sums_exp2",
     "peaks_of",
@@ -169,28 +168,28 @@ def softmax(tile: Tile, row_r: Tensor, column_c: Tensor) -> Tensor:
 
     With a shared reference `t`, both terms are products of one power with a factor per row and per
     column: `2^(logit - t) (2^(t - row) + 2^(t - column))`. With a stored reference, no row or
-    column is more than 60 below it.
+    column is more than 60 below it. Thresholds mask each term alone, so they exclude a reference.
     """
-    least = _MIN_EXPONENT[tile.spare_rc.dtype]
+    least, dtype = _MIN_EXPONENT[tile.spare_rc.dtype], tile.spare_rc.dtype
     reference = None if tile.stored is None else tile.stored.reference
-    if tile.stored is not None and reference is not None:
-        powers_rc = tile.stored.values_rc
-    else:
-        powers_rc = tile.logits() if tile.stored is None else tile.stored.values_rc
+    powers_rc = tile.logits() if tile.stored is None else tile.stored.values_rc
+    if reference is None and tile.thresholds is None:
         reference = _shared_reference(row_r, column_c)
         if reference is not None:
             torch.sub(powers_rc, reference, out=tile.logits_rc)
             powers_rc = tile.logits_rc.clamp_(min=least).exp2_()
     if reference is None:
-        row_r, column_c = (power.to(tile.spare_rc.dtype) for power in (row_r, column_c))
-        by_row_rc = torch.sub(powers_rc, row_r[:, None], out=tile.spare_rc)
-        by_column_rc = torch.sub(powers_rc, column_c[None], out=tile.logits_rc)
-        by_row_rc.clamp_(min=least).exp2_()
-        by_row_rc.add_(by_column_rc.clamp_(min=least).exp2_())
-        return tile.mask(by_row_rc, 0.0)
+        masks = None if tile.thresholds is None else _above_thresholds(tile, tile.thresholds)
+        by_row_rc = torch.sub(powers_rc, row_r.to(dtype)[:, None], out=tile.spare_rc)
+        by_column_rc = torch.sub(powers_rc, column_c.to(dtype)[None], out=tile.logits_rc)
+        for terms_rc, mask_rc in zip((by_row_rc, by_column_rc), masks or (None, None), strict=True):
+            terms_rc.clamp_(min=least).exp2_()
+            if mask_rc is not None:  # after the exponential, because the clamp would raise a -inf
+                terms_rc.masked_fill_(mask_rc, 0)
+        return tile.mask(by_row_rc.add_(by_column_rc), 0.0)
     row_r, column_c = (
         # The difference is taken in the state dtype: rounding in fp32 would shift the whole row.
-        (reference - power).clamp_(min=least).exp2_().to(tile.spare_rc.dtype)
+        (reference - power).clamp_(min=least).exp2_().to(dtype)
         for power in (row_r, column_c)
     )
     torch.mul(powers_rc, row_r[:, None], out=tile.spare_rc)
@@ -227,21 +226,6 @@ def thresholded_sums(tile: Tile, thresholds: Thresholds, dtype: torch.dtype) -> 
         _log2_sum_exp2(column_rc, 0, dtype, column_rc.amax(0), out=column_rc),
         None,
     )
-
-
-def thresholded_softmax(
-    tile: Tile, thresholds: Thresholds, row_r: Tensor, column_c: Tensor
-) -> Tensor:
-    """Return the values of `softmax`, 0 for pairs above thresholds."""
-    least, dtype = _MIN_EXPONENT[tile.spare_rc.dtype], tile.spare_rc.dtype
-    logits_rc = tile.logits()
-    by_row_rc, by_column_rc = _above_thresholds(tile, thresholds)
-    row_rc = torch.sub(logits_rc, row_r.to(dtype)[:, None], out=tile.spare_rc)
-    column_rc = logits_rc.sub_(column_c.to(dtype))
-    for powers_rc, masked_rc in ((row_rc, by_row_rc), (column_rc, by_column_rc)):
-        # After the exponential, because a -inf before it would be clamped.
-        powers_rc.clamp_(min=least).exp2_().masked_fill_(masked_rc, 0)
-    return tile.mask(row_rc.add_(column_rc), 0.0)
 
 
 def _above_thresholds(tile: Tile, thresholds: Thresholds) -> tuple[Tensor, Tensor]:

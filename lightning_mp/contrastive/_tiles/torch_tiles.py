@@ -28,7 +28,6 @@ from lightning_mp.contrastive._tiles.torch_tile import (
     peaks_of,
     sigmoid,
     softmax,
-    thresholded_softmax,
     thresholded_sums,
 )
 from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, state_dtype, sum_rounding
@@ -100,10 +99,7 @@ class TorchTiles(TileBackend):
         row_b, column_m = (lse * _LOG2_E for lse in lses)
 
         def weights_of(tile: Tile) -> Tensor:
-            of_tile = row_b[tile.rows], column_m[tile.columns]
-            if tile.thresholds is None:
-                return softmax(tile, *of_tile)
-            return thresholded_softmax(tile, tile.thresholds, *of_tile)
+            return softmax(tile, row_b[tile.rows], column_m[tile.columns])
 
         self._multiply(logits, weights_of, gradients)
 
