@@ -57,11 +57,7 @@ def loss_of(request: Request, group: dist.ProcessGroup | None = None) -> tuple[T
 
 
 def _run(*values: Any) -> tuple[Tensor, ...]:
-    """Return loss, statistics and gradients in the shapes of `_fake`; missing ones are empty.
-
-    Raises:
-        ValueError: Arguments are invalid, or differ between ranks; on all ranks.
-    """
+    """Return loss, statistics and gradients in the shapes of `_fake`; missing ones are empty."""
     request, pairing = Request(*values), None
     given, bias = request, request.bias
     if request.positives is not None:
@@ -102,7 +98,6 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
 
 
 def _compute(plan: Plan) -> SweepResult:
-    """Compute the loss that a request describes, and its gradients."""
     request = plan.request
     if request.widths:
         return prefixes_loss(plan)
@@ -138,7 +133,6 @@ def _fake(*values: Any) -> tuple[Tensor, ...]:
 
 
 def _define(name: str, *tags: torch.Tag) -> Any:
-    """Register `_run` as an operator."""
     schema = f"({SCHEMA}) -> ({', '.join(['Tensor'] * (2 + DIFFERENTIABLE))})"
     operator = torch.library.custom_op(
         f"lightning_mp::{name}", _run, mutates_args=(), schema=schema, tags=tags

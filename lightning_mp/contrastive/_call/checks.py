@@ -124,11 +124,7 @@ def _scalar_problem(name: str, value: object) -> str | None:
 
 
 def check_rules(loss: Any) -> None:
-    """Refuse constructor arguments of a loss that contradict each other.
-
-    Raises:
-        ValueError: Arguments contradict each other.
-    """
+    """Refuse constructor arguments of a loss that contradict each other."""
 
     def refuse(reason: str, *names: str) -> NoReturn:
         refuse_values(loss, reason, **{name: getattr(loss, name) for name in names})

@@ -19,15 +19,9 @@ __all__ = ["Pairing", "paired"]
 
 
 class Pairing(NamedTuple):
-    """The order of images and texts, and the positive pairs in this order.
+    """The order of images and texts, `None` if they keep it, and the positive pairs in this order.
 
-    Args:
-        image_order: (b,), or `None` if images keep their order.
-        text_order: (n,), likewise.
-        matched: Number of images with a positive text of their own; text i belongs to image i for
-            i < matched.
-        images_e: Images of all positive pairs, in the new order.
-        texts_e: Texts of all positive pairs.
+    Text i belongs to image i for i < `matched`, the number of images with a positive of their own.
     """
 
     image_order: Tensor | None
@@ -99,15 +93,10 @@ def _range_problem(positives: Tensor, n: int) -> str | None:
 
 
 def _pair_up(positives: Tensor, n: int, device: torch.device) -> Pairing:
-    """Return the pairing of some `positives`; the host reads them.
+    """Return the pairing of some `positives`, (b,) or (b, k), -1 for none; the host reads them.
 
     Tiles mask the positives on one diagonal. Therefore as many images as possible get a text of
     their own: the first of their positives that no image before them has taken.
-
-    Args:
-        positives: (b,) or (b, k) integers from 0 to n - 1, or -1 for none.
-        n: Number of texts.
-        device: Device of the features.
     """
     # 64 bits, because pairs are numbered up to b n.
     named_bk = positives.cpu().numpy().reshape(len(positives), -1).astype(np.int64)

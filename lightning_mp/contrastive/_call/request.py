@@ -129,11 +129,7 @@ class Request:
         owner: str | None = None,
         **fields: Any,
     ) -> "Request":
-        """Return the request of a call: its arguments and those of the constructor of `loss`.
-
-        Raises:
-            RuntimeError: In forward-mode AD or inside a transform of `torch.func`.
-        """
+        """Return the request of a call: its arguments and those of the constructor of `loss`."""
         owner = type(loss).__name__ if owner is None else owner
         if not torch.compiler.is_compiling():  # Dynamo cannot trace the check
             _check_derivatives(owner, image, text, scale)
@@ -210,7 +206,6 @@ class Request:
         return zlib.crc32(repr(rules).encode())
 
     def tiles(self, workspace_bytes: int | None) -> TileBackend:
-        """Return the tile backend for a workspace, see `tiles_for`."""
         # Triton's sigmoid kernel does not support weights.
         is_weighted = self.weights is not None and not self.is_softmax
         backend = "torch" if is_weighted else self.backend
@@ -262,11 +257,7 @@ def tiles_for(
     workspace_bytes: int | None = None,
     autotune: bool = False,
 ) -> TileBackend:
-    """Return the tile backend for features on a device.
-
-    Raises:
-        ValueError: `backend="triton"` cannot run there.
-    """
+    """Return the tile backend for features on a device."""
     # Triton's interpreter is for tests; without their patches it is wrong in bf16.
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return TorchTiles(workspace_bytes)
@@ -279,11 +270,7 @@ def tiles_for(
 
 
 def ranks_of(group: dist.ProcessGroup | None, owner: str = "ContrastiveLoss") -> int:
-    """Return the number of ranks that share the batch; 1 without `torch.distributed`.
-
-    Raises:
-        ValueError: This rank is not a member.
-    """
+    """Return the number of ranks that share the batch; 1 without `torch.distributed`."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     size = dist.get_world_size(group)

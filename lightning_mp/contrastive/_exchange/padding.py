@@ -19,9 +19,7 @@ __all__ = ["Padding", "padding_of"]
 class Padding:
     """Positions of the rows of all ranks in a padded block and in the compact block.
 
-    Args:
-        sizes: Rows of each rank.
-        rank: This rank, whose rows stay in their place.
+    The rows of this `rank` stay in their place.
     """
 
     def __init__(self, sizes: Sequence[int], rank: int) -> None:

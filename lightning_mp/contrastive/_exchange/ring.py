@@ -26,10 +26,7 @@ _COMBINED: dict[Combine, Callable[[Tensor, Tensor], Tensor]] = {
 class Sending:
     """Sends tensors to the next rank and receives others from the previous one, in the background.
 
-    Args:
-        outgoing: Tensors to send; held until `wait` returns, because a send reads them in place.
-        incoming: Buffers for the received tensors, one for each of `outgoing`.
-        ring: The ring.
+    `outgoing` are held until `wait` returns, because a send reads them in place.
     """
 
     def __init__(
@@ -63,7 +60,6 @@ class Ring(Exchange):
     """The exchange by ring, see `Exchange`: one shard visits at a time."""
 
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
-        """Yield this rank's shard, then every other, see `Exchange.visit`."""
         travelling = shard if values is None else [*shard, values]
         visiting = [tensor.contiguous() for tensor in travelling]
         own = slice(0, len(visiting[0]))
@@ -76,7 +72,6 @@ class Ring(Exchange):
                 visiting = sending.wait()
 
     def home(self, combine: Combine) -> "FollowingSum":
-        """Return an empty sum that follows each shard, see `Exchange.home`."""
         return FollowingSum(self, combine)
 
     def empty_like(self, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
@@ -90,10 +85,6 @@ class FollowingSum:
 
     The sum of the earlier ranks arrives while this rank computes its own part. `visit` yields
     `world_size` times, and `add` is called once in each step.
-
-    Args:
-        ring: The ring of the shards.
-        combine: The operation that combines parts.
     """
 
     def __init__(self, ring: Ring, combine: Combine) -> None:
@@ -103,7 +94,6 @@ class FollowingSum:
         self._sending: Sending | None = None
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return memory for the part of the visiting columns, see `Home.empty`."""
         return like.new_empty(like.shape, dtype=dtype)
 
     def add(self, part: Tensor) -> None:
@@ -119,7 +109,6 @@ class FollowingSum:
         self._sending = Sending([total], incoming, self._ring)
 
     def result(self) -> Tensor:
-        """Return the sum over all ranks for this rank's own shard."""
         if self._sending is None or self._step != self._ring.world_size:
             raise RuntimeError(
                 f"`FollowingSum.result()` came after {self._step} calls of `add`. It needs one in "
@@ -130,5 +119,4 @@ class FollowingSum:
         return total
 
     def parts(self) -> Tensor:
-        """Return the sum as a single part."""
         return self.result()[None]

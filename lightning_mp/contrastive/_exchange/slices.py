@@ -50,12 +50,7 @@ def slice_count(batch_sizes: Sequence[int], row_bytes: int, budget: int) -> int:
 
 
 class Slices(Exchange):
-    """The exchange by slices, see `Exchange`; batch sizes may differ between ranks.
-
-    Args:
-        batch_sizes: See `Exchange` for this, `rank` and `group`.
-        count: T; the same on all ranks.
-    """
+    """The exchange by slices, see `Exchange`; `count` is T, the same on all ranks."""
 
     def __init__(
         self,
@@ -71,7 +66,6 @@ class Slices(Exchange):
         self._block: Tensor | None = None
 
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
-        """Yield each slice of all ranks, see `Exchange.visit`."""
         by_rank = None if values is None else self._all_values(values)
         # With one slice, the second sweep reuses the texts of the first. Tensors are compared by
         # identity, because a comparison of values would wait for the device.
@@ -88,7 +82,6 @@ class Slices(Exchange):
             yield Visit(columns, self.padding(index).own_start - own.start, own)
 
     def home(self, combine: Combine) -> "SlicedSum":
-        """Return an empty sum, see `Exchange.home`."""
         return SlicedSum(self, combine)
 
     def rows(self, index: int) -> list[slice]:
@@ -100,7 +93,6 @@ class Slices(Exchange):
         ]
 
     def own_rows(self, index: int) -> slice:
-        """Return this rank's rows of a slice."""
         return self.rows(index)[self.rank]
 
     def padding(self, index: int) -> Padding:
@@ -132,8 +124,6 @@ class Slices(Exchange):
 
 
 class _Gather:
-    """An all-gather in progress."""
-
     def __init__(self, rows: Tensor, padding: Padding, group: dist.ProcessGroup | None) -> None:
         self._padding = padding
         # Held until it has arrived, because the collective reads it in place.
@@ -158,7 +148,6 @@ class SlicedSum:
         self._outgoing: Tensor | None = None
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return memory for the part of the visiting columns, see `Home.empty`."""
         padding = self._slices.padding(self._index)
         self._outgoing = like.new_empty(padding.rows, *like.shape[1:], dtype=dtype)
         return self._outgoing[padding.window]
@@ -194,7 +183,6 @@ class SlicedSum:
         return len(self._home) + (self._sent is not None)
 
     def result(self) -> Tensor:
-        """Return the sum over all ranks for this rank's own columns."""
         self._arrive()
         if len(self._home) != self._slices.count:
             raise RuntimeError(

@@ -93,9 +93,6 @@ def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
     Args:
         request: The request, its rows in the order of their columns.
         pairing: The pairing of `positives`, if given.
-
-    Raises:
-        ValueError: Arguments are invalid on some rank, or differ between ranks; on all ranks.
     """
     image, text, scale, bias, _ = request.needs_grad
     # A bias has no effect on a softmax; in a sigmoid loss its gradient comes with the scale's.
@@ -135,13 +132,8 @@ def exchange_for(
 ) -> tuple[Exchange, TileBackend]:
     """Return the exchange, and the tile backend for the remaining workspace.
 
-    Args:
-        sizes: Columns of each rank.
-        features_bD: Features of this rank.
-        name: Name of the exchange.
-        tiles_of: Returns the tile backend for a workspace in bytes.
-        budget: The workspace in bytes, equal on all ranks; `None` takes the backend's default.
-        group: The process group.
+    `sizes` are the columns of each rank. `tiles_of` returns the tile backend for a workspace in
+    bytes. `budget` is the workspace, equal on all ranks; `None` takes the backend's default.
     """
     rank = dist.get_rank(group)
     if name == "ring":
@@ -154,14 +146,7 @@ def exchange_for(
 def share_workspace(
     sizes: Sequence[int], width: int, dtype: torch.dtype, budget: int
 ) -> tuple[int, int]:
-    """Return the number of slices, and the bytes of the workspace that they leave for tiles.
-
-    Args:
-        sizes: Rows of each rank.
-        width: D.
-        dtype: Dtype of the features.
-        budget: The workspace in bytes.
-    """
+    """Return the number of slices, and the bytes of the workspace that they leave for tiles."""
     row_bytes = width * (dtype.itemsize + accumulation_dtype(dtype).itemsize)
     free = _FREE_BATCHES * max(sizes) * width * 4
     count = slice_count(sizes, row_bytes, budget * _MOST_PARTS // _PARTS + free)
@@ -184,11 +169,7 @@ def device_problem(request: Request, group: dist.ProcessGroup | None) -> str | N
 def refuse_on_all_ranks(
     problem: str, owner: str, image_features: object, group: dist.ProcessGroup | None
 ) -> NoReturn:
-    """Raise an error on all ranks of a group, on this rank with `problem` as its message.
-
-    Raises:
-        ValueError: Always.
-    """
+    """Raise an error on all ranks of a group, on this rank with `problem` as its message."""
     # The other ranks wait for the facts of this rank, and would hang without them.
     if ranks_of(group, owner) > 1:
         device = torch.device("cuda" if _is_of_gpus(group) else "cpu")

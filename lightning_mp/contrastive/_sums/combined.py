@@ -35,14 +35,9 @@ __all__ = ["combined_loss"]
 
 
 class _LogitMatrix(NamedTuple):
-    """Logits of rows and columns, and the log-sum-exps that the loss uses.
+    """Logits of rows and columns, and which of their log-sum-exps the loss uses.
 
-    Args:
-        plan: The plan for these rows and columns.
-        has_rows: Whether the loss uses the log-sum-exps of the rows.
-        has_columns: Whether the loss uses the log-sum-exps of the columns.
-        rows_are_images: Whether rows are images; otherwise they are the texts of the images.
-        columns_are_images: Whether columns are images; otherwise they are all texts.
+    Rows that are no images are the texts of the images; columns that are none are all texts.
     """
 
     plan: Plan

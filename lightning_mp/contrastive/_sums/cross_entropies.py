@@ -74,13 +74,8 @@ class CrossEntropies(NamedTuple):
     ) -> Tensor:
         """Return this rank's part of the loss divided by `shares.unit`; autograd differentiates it.
 
-        Args:
-            image_bD: Images, in the accumulation dtype.
-            text_nD: Texts, likewise.
-            scale: One value in the state dtype.
-            row_neg_b: Log-sum-exps of the rows without their positives, in the state dtype.
-            column_neg_n: Log-sum-exps of the columns, likewise.
-            negatives_bkD: The `negatives` of single images, in any dtype.
+        Features are in the accumulation dtype. The scale and the log-sum-exps of rows and columns,
+        which are without the positives, are in the state dtype.
         """
         q = self.matched
         pos_q = dots(image_bD[:q], text_nD[:q], scale.dtype) * scale

@@ -22,11 +22,8 @@ def thresholds_of(request: Request, tiles: TileBackend) -> Thresholds:
     """Return the threshold of each image and text, derived from the similarity of its positive.
 
     Each threshold is raised by the rounding error of a similarity. Otherwise, without a margin, a
-    copy of the positive would be masked by chance, possibly in one of the two sweeps only.
-
-    Args:
-        request: The request; texts without an image have an infinite threshold.
-        tiles: The tile backend that computes the similarities.
+    copy of the positive would be masked by chance, possibly in one of the two sweeps only. Texts
+    without an image have an infinite threshold.
     """
     image_bD, text_nD = request.image, request.text
     b, state = len(image_bD), state_dtype(image_bD.device)

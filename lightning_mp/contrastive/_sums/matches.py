@@ -34,17 +34,13 @@ class Own(NamedTuple):
     n: int
 
     def times(self, x: Tensor, transposed: bool = False) -> Tensor:
-        """Return a product, see `Match`."""
         return _pad_rows(x, self.n) if transposed else x[: self.b]
 
 
 class Groups(NamedTuple):
     """Images and texts with equal ids belong together, on any ranks.
 
-    Args:
-        ids_n: Ids of the texts, int64; the first b are also those of the images.
-        b: Number of images.
-        exchange: The exchange of rows between ranks.
+    `ids_n` are the texts' ids, int64; the first b are also those of the images.
     """
 
     ids_n: Tensor
@@ -52,7 +48,7 @@ class Groups(NamedTuple):
     exchange: Exchange
 
     def times(self, x: Tensor, transposed: bool = False) -> Tensor:
-        """Return for each id the sum of the rows with an equal id, see `Match`."""
+        """Return for each id the sum of the rows with an equal id."""
         ids = self.ids_n if transposed else self.ids_n[: self.b]
         # Shards have one row per text; zeros do not change the sums.
         x_nD = _pad_rows(x, len(self.ids_n))
@@ -76,7 +72,6 @@ class Listed(NamedTuple):
     n: int
 
     def times(self, x: Tensor, transposed: bool = False) -> Tensor:
-        """Return a product, see `Match`."""
         to, of, count = self.images_e, self.texts_e, self.b
         if transposed:
             to, of, count = of, to, self.n
@@ -93,7 +88,6 @@ class Everything(NamedTuple):
     exchange: Exchange
 
     def times(self, x: Tensor, transposed: bool = False) -> Tensor:
-        """Return a product, see `Match`."""
         # Summed in a wide dtype, because its rounding error enters every row.
         total = self.exchange.all_reduce(x.sum(0, dtype=state_dtype(x.device)))
         return total.to(x.dtype).expand(self.n if transposed else self.b, *total.shape)
@@ -107,7 +101,6 @@ class Unmasked(NamedTuple):
     own: Own
 
     def times(self, x: Tensor, transposed: bool = False) -> Tensor:
-        """Return a product, see `Match`."""
         every, group, own = (match.times(x, transposed) for match in self)
         # The own text is also in its group, and remains.
         return every - group + own

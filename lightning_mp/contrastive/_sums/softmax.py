@@ -77,11 +77,7 @@ def negatives(
 ) -> tuple[Tensor, Tensor]:
     """Return log-sum-exps of the negatives of rows, (b,), and parts of those of columns, (R, n).
 
-    Args:
-        plan: The plan.
-        stored: Memory for tiles; `None` stores none.
-        prepared: Result of the backend's `prepare`, if it was called.
-        largest: The maxima for statistics, if requested.
+    `prepared` is the result of the backend's `prepare`, and `largest` are raised for statistics.
     """
     image_bD = plan.request.image
     row_neg_b = image_bD.new_empty(len(image_bD), dtype=plan.state)
@@ -103,11 +99,7 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the negatives' part of `2B dL/dS text` and `2B dL/dS.T image`.
 
-    Args:
-        plan: The plan.
-        row_lse_b: The log-sum-exps of the rows.
-        column_lse_n: The log-sum-exps of the columns.
-        stored: The tiles that the first sweep stored, taken again from the first one.
+    `stored` are the tiles of `negatives`, taken again from the first one.
     """
     image_bD, (use_image, use_text) = plan.request.image, plan.computes_grad
     # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.

@@ -17,11 +17,7 @@ __all__ = ["LargestNegatives", "loss_statistics", "softmax_probabilities"]
 
 
 class LargestNegatives:
-    """The largest negatives of rows and columns, which the sweep of a loss measures.
-
-    Args:
-        plan: The plan.
-    """
+    """The largest negatives of rows and columns, which the sweep of a loss measures."""
 
     def __init__(self, plan: Plan) -> None:
         image_bD = plan.request.image
@@ -34,11 +30,9 @@ class LargestNegatives:
         return self._block
 
     def send(self) -> None:
-        """Send the maxima of the block's columns to their ranks."""
         self._columns.add(self._block.columns_m)
 
     def home(self) -> Vectors:
-        """Return the maxima of this rank's rows and columns."""
         return Vectors(self._rows_b, self._columns.result())
 
 

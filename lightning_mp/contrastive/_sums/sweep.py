@@ -154,12 +154,8 @@ class Plan:
 class ColumnBlock(NamedTuple):
     """One block of visiting columns.
 
-    Args:
-        plan: The plan.
-        visit: The columns and the positions of their positives.
-        text_mD: Features of the columns.
-        values: The `values` of `sweep` for these columns, if given.
-        is_first: Whether per-row sums are uninitialised. Per-column sums always are.
+    `values` are those of `sweep`. Per-row sums are uninitialised if it `is_first`, per-column sums
+    always.
     """
 
     plan: Plan
@@ -171,13 +167,7 @@ class ColumnBlock(NamedTuple):
     def logits(
         self, image_bD: Tensor, text_mD: Tensor, stored: StoredTiles | None = None
     ) -> Logits:
-        """Return the logits of this rank's rows and these columns.
-
-        Args:
-            image_bD: The rows, or prefixes of them.
-            text_mD: The columns, likewise.
-            stored: Memory for tiles.
-        """
+        """Return the logits of this rank's rows and these columns, or of prefixes of both."""
         plan = self.plan
         # In the order of `travelling` in `sweep`.
         others = self.visit.columns[1:]
@@ -195,12 +185,7 @@ class ColumnBlock(NamedTuple):
 
 
 def sweep(plan: Plan, values: Tensor | None = None) -> Iterator[ColumnBlock]:
-    """Yield the columns of all ranks, block by block.
-
-    Args:
-        plan: The plan.
-        values: Values of this rank's columns that are exchanged with them.
-    """
+    """Yield the columns of all ranks, block by block, with `values` of these columns if given."""
     travelling = [plan.request.text]
     if plan.ids_n is not None:
         travelling.append(plan.ids_n)
@@ -212,26 +197,19 @@ def sweep(plan: Plan, values: Tensor | None = None) -> Iterator[ColumnBlock]:
 
 
 class OneRank(Exchange):
-    """The exchange of a single process.
-
-    Args:
-        columns: Number of texts.
-    """
+    """The exchange of a single process."""
 
     def __init__(self, columns: int) -> None:
         self.rank, self.world_size, self.global_batch_size = 0, 1, columns
 
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
-        """Yield the columns of this rank, see `Exchange.visit`."""
         columns = [tensor.contiguous() for tensor in shard]
         yield Visit(columns if values is None else [*columns, values], 0, slice(0, len(shard[0])))
 
     def home(self, combine: Combine) -> "_LocalSum":
-        """Return an empty sum, see `Exchange.home`."""
         return _LocalSum()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, which is already the sum."""
         return tensor
 
 
@@ -239,18 +217,14 @@ class _LocalSum:
     """The per-column sum of a single process."""
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return memory for the sum, see `Home.empty`."""
         # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.
         return like.new_empty(like.shape, dtype=dtype)
 
     def add(self, part: Tensor) -> None:
-        """Store the sum."""
         self._part = part
 
     def result(self) -> Tensor:
-        """Return the sum."""
         return self._part
 
     def parts(self) -> Tensor:
-        """Return the sum as a single part."""
         return self._part[None]

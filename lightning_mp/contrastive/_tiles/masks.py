@@ -19,7 +19,6 @@ class Ids(NamedTuple):
     columns_m: Tensor
 
     def block(self, rows: slice, columns: slice) -> "Ids":
-        """Return the ids of some rows and columns."""
         return Ids(self.rows_b[rows], self.columns_m[columns])
 
 
@@ -48,7 +47,6 @@ class Thresholds(NamedTuple):
         return self._replace(columns_m=columns[0], guides=guides)
 
     def block(self, rows: slice, columns: slice) -> "Thresholds":
-        """Return the thresholds of some rows and columns."""
         guides = None
         if self.guides is not None:
             guides = self.guides[0][rows], self.guides[1][columns]

@@ -54,7 +54,6 @@ class Vectors(NamedTuple):
     columns_m: Tensor
 
     def block(self, rows: slice, columns: slice) -> "Vectors":
-        """Return views of the numbers of some rows and columns."""
         return Vectors(self.rows_b[rows], self.columns_m[columns])
 
     def raise_to(self, row_n: Tensor, column_c: Tensor, unit: float) -> None:
@@ -69,9 +68,6 @@ class StoredTiles:
     """Memory for tiles that the first sweep stores for the second.
 
     Both sweeps take memory in the same order. Tiles that do not fit are computed again.
-
-    Args:
-        values: The memory.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -102,7 +98,6 @@ class StoredTiles:
 
     @property
     def bytes(self) -> int:
-        """Size of the memory in bytes."""
         return self._values.nbytes
 
 
@@ -138,9 +133,8 @@ class Logits(NamedTuple):
 class Prepared(NamedTuple):
     """Values that a loss computes once, before its sweeps.
 
-    Args:
-        pos_b: Logits of the positives, in the state dtype.
-        own: Further values for `lse_sweep` of the same backend.
+    `pos_b` are the logits of the positives, in the state dtype; `own` are further values for
+    `lse_sweep` of the same backend.
     """
 
     pos_b: Tensor

@@ -90,7 +90,6 @@ class Tile:
     log2_scale: Tensor
 
     def logits(self) -> Tensor:
-        """Compute the logits in the first buffer."""
         return torch.mm(self.scaled_rD, self.columns_cD.T, out=self.logits_rc)
 
     def mask(self, tile_rc: Tensor, value: float) -> Tensor:

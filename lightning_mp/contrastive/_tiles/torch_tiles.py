@@ -68,7 +68,6 @@ class TorchTiles(TileBackend):
         prepared: Prepared | None = None,
         maxima: Vectors | None = None,
     ) -> None:
-        """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         # Uninitialised memory may hold NaN.
         for total, is_fresh in zip(lses, logits.fresh, strict=True):
             if is_fresh:
@@ -95,7 +94,6 @@ class TorchTiles(TileBackend):
                 torch.logaddexp(total, part.div_(_LOG2_E), out=total)
 
     def grad_sweep(self, logits: Logits, lses: Vectors, gradients: Derivatives) -> None:
-        """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         row_b, column_m = (lse * _LOG2_E for lse in lses)
 
         def weights_of(tile: Tile) -> Tensor:
@@ -111,7 +109,6 @@ class TorchTiles(TileBackend):
         gradients: Derivatives,
         maxima: Vectors | None = None,
     ) -> None:
-        """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
         log2_bias = bias * _LOG2_E
 
         def weights_of(tile: Tile) -> Tensor:
@@ -128,7 +125,6 @@ class TorchTiles(TileBackend):
     def rounding(
         self, width: int, dtype: torch.dtype, *, of_guides: bool = False
     ) -> tuple[float, float]:
-        """Return the largest error of a logit, see `TileBackend.rounding`."""
         return sum_rounding(width, ACCUMULATION_DTYPES[dtype]), 0.0
 
     def tile_size(self, width: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -150,7 +146,6 @@ class TorchTiles(TileBackend):
     def multiplied_twice(
         self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, memory: int
     ) -> int:
-        """Return how many of the `b m` logits of one process do not fit `memory` stored values."""
         # Takes memory as the sweep does, on the meta device.
         stored = StoredTiles(torch.empty(memory, device="meta"))
         sizes = (
@@ -160,7 +155,6 @@ class TorchTiles(TileBackend):
         return sum(size for size in sizes if stored.take(HEADER + size) is None)
 
     def budget(self, device: torch.device) -> int:
-        """Return the workspace on a device, see `TileBackend.budget`."""
         return _default_bytes(device) if self.workspace_bytes is None else self.workspace_bytes
 
     def _tile_budget(self, device: torch.device) -> int:
@@ -170,7 +164,6 @@ class TorchTiles(TileBackend):
     def _tile_slices(
         self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[slice, slice]]:
-        """Yield rows and columns of every tile, row by row."""
         # Even steps, because a last tile of a few rows takes as many calls as a full one.
         limit = self.tile_size(width, dtype, device)
         height, breadth = _even_step(b, 2 * limit), _even_step(m, limit)
@@ -217,12 +210,9 @@ class TorchTiles(TileBackend):
     def _multiply(
         self, logits: Logits, weights_of: Callable[[Tile], Tensor], gradients: Derivatives
     ) -> None:
-        """Add the negatives of all tiles to the gradients, for any loss.
+        """Add `weights @ columns` and `weights.T @ rows` of all tiles to the gradients.
 
-        Args:
-            logits: The logits.
-            weights_of: Returns `B dL/dS` of a tile, 0 for masked pairs.
-            gradients: Outputs: `weights @ columns` and `weights.T @ rows` are added.
+        `weights_of` returns `B dL/dS` of a tile, 0 for masked pairs.
         """
         d_rows_bD, d_columns_mD = gradients
         for gradient, is_fresh in zip(gradients, logits.fresh, strict=True):

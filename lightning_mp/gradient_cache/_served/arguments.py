@@ -46,7 +46,6 @@ class Tree:
 
     @property
     def leaves(self) -> "list[Tree]":
-        """All leaves, in order."""
         if self.children is None:
             return [self]
         return [leaf for child in self.children for leaf in child.leaves]
@@ -124,7 +123,6 @@ class Arguments:
 
     @property
     def paths(self) -> list[str]:
-        """The names of all leaves."""
         return [leaf.path for leaf in self._leaves]
 
     def __str__(self) -> str:
@@ -245,11 +243,7 @@ class EarlierCalls:
         self._lengths: dict[tuple[str, bool], set[int]] = {}
 
     def has_rows(self, path: str, value: Any, batch_size: int) -> bool:
-        """Return whether an array has the rows of the batch.
-
-        Raises:
-            ValueError: An earlier call split an array of this length because it had as many rows.
-        """
+        """Return whether an array has the rows of the batch."""
         length = len(value)
         has_batch_length = length == batch_size
         # Arrays of length 1 are broadcast.
@@ -275,7 +269,6 @@ def rows_of(batch: Any) -> int | None:
 
 
 def _argument_names(signature_of: Callable[..., Any], count: int) -> list[str]:
-    """Return names for `count` positional arguments."""
     try:
         parameters = inspect.signature(signature_of).parameters.values()
     except (TypeError, ValueError):  # C functions have no signature
@@ -289,7 +282,6 @@ def _argument_names(signature_of: Callable[..., Any], count: int) -> list[str]:
 
 
 def describe_value(value: Any) -> str:
-    """Return the shape, length or type of a value, for messages."""
     if isinstance(value, (Tensor, np.ndarray)):
         return str(list(value.shape))
     if isinstance(value, (list, tuple)):

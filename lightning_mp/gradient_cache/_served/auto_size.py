@@ -45,14 +45,8 @@ def find_micro_batch_size(
 ) -> int:
     """Return the largest micro-batch size that fits on every rank; all ranks must call this.
 
-    Args:
-        call: The call of the tower, before its first run.
-        activation_bytes: Memory budget for the activations of a micro-batch. `None`: `CPU_BYTES` on
-            a CPU, all free memory on CUDA.
-        trained: Parameters that the optimizer keeps states for.
-
-    Raises:
-        RuntimeError: The smallest number of rows does not fit on some rank.
+    `activation_bytes` limits the activations of a micro-batch. `None`: `CPU_BYTES` on a CPU, all
+    free memory on CUDA. The optimizer keeps states for the `trained` tensors.
     """
     is_cuda = call.device.type == "cuda"
     if activation_bytes is None and is_cuda and not call.sharded:
@@ -123,16 +117,13 @@ def _first_rows(call: "TowerCall") -> int:
 def _fits_in_memory(call: "TowerCall", rows: int) -> bool:
     try:
         call.probe(rows)
+        return True
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        ran_out = True
-    else:
-        ran_out = False
-    if ran_out:  # outside of `except`, where the traceback holds the activations
-        gc.collect()
-        torch.accelerator.empty_cache()
-    return not ran_out
+    gc.collect()  # outside of `except`, where the traceback holds the activations
+    torch.accelerator.empty_cache()
+    return False
 
 
 @contextmanager

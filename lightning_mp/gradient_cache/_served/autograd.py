@@ -25,12 +25,10 @@ _NO_SECOND_DERIVATIVE = (
 class Graph(NamedTuple):
     """The part of the autograd graph that leads to some outputs.
 
-    Args:
-        leaves: Tensors that accumulate gradients, such as parameters, by identity.
-        is_reentrant: Whether a part uses reentrant checkpointing, which hides its leaves and only
-            works in a full backward.
-        goes_outside: Whether the graph continues into an older graph, such as that of a prompt in
-            an attribute of the tower. Micro-batches then share the older graph.
+    `leaves` accumulate gradients, such as parameters, by identity. The graph `is_reentrant` if a
+    part uses reentrant checkpointing, which hides its leaves and only works in a full backward. It
+    `goes_outside` if it continues into an older graph, such as that of a prompt in an attribute of
+    the tower. Micro-batches then share the older graph.
     """
 
     leaves: dict[int, Tensor]
@@ -39,14 +37,10 @@ class Graph(NamedTuple):
 
 
 def explore_graph(roots: Iterable[Tensor], since: int) -> Graph:
-    """Traverse the graph of outputs and describe it.
+    """Traverse the graph of outputs whose nodes are numbered from `since` on, and describe it.
 
     `module.parameters()` would not do: a hook may use an adapter, an attribute may hold a prompt,
     and a precision plugin may make a module compute with copies of its parameters.
-
-    Args:
-        roots: The outputs.
-        since: Autograd's sequence number before the outputs were computed.
     """
     # Hold all nodes: Python may create a second object for a node whose first object was freed.
     seen: set[Any] = {root.grad_fn for root in roots if root.grad_fn is not None}
@@ -73,10 +67,8 @@ def explore_graph(roots: Iterable[Tensor], since: int) -> Graph:
 class TrainedLeaves:
     """The leaves that the micro-batches of a call train; a replay must train the same leaves.
 
-    Args:
-        tower: Name of the tower, for messages.
-        module: Module whose parameters count as trained if the graph hides its leaves.
-        unsharded: Identities of the parameters that are not sharded; `None` if no parameter is.
+    The parameters of `module` count as trained if the graph hides its leaves. `unsharded` are the
+    identities of the parameters that are not sharded; `None` if no parameter is.
     """
 
     def __init__(self, tower: str, module: nn.Module | None, unsharded: set[int] | None) -> None:
@@ -88,12 +80,10 @@ class TrainedLeaves:
         self._since = sequence_number()
 
     def fresh(self) -> "TrainedLeaves":
-        """Return a new object for the same tower."""
         return TrainedLeaves(self._tower, self._module, self._unsharded)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters of the module that require gradients."""
         parameters = () if self._module is None else self._module.parameters()
         return [p for p in parameters if p.requires_grad]
 
@@ -123,11 +113,7 @@ class TrainedLeaves:
         inputs: Sequence[Tensor],
         known: frozenset[int],
     ) -> Sequence[Tensor | None]:
-        """Return the gradients of a replay for its inputs and then for all leaves of the call.
-
-        Raises:
-            RuntimeError: The replay trains a leaf that the first run did not train.
-        """
+        """Return the gradients of a replay for its inputs and then for all leaves of the call."""
         leaves = explore_graph(roots, 0).leaves
         unexpected = set(leaves) - known - {id(tensor) for tensor in inputs}
         if unexpected:
@@ -161,7 +147,6 @@ class GradientSums:
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one micro-batch."""
         sums, addends = [], []
         for index, gradient in enumerate(gradients):
             if gradient is None:
@@ -246,7 +231,6 @@ def hooks_disabled(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def sequence_number() -> int:
-    """Return autograd's current sequence number."""
     # torch does not expose the counter, but every new node has its value.
     with torch.enable_grad():
         node = torch.empty(0, requires_grad=True).view_as(torch.empty(0)).grad_fn
@@ -267,11 +251,8 @@ def attach_replay(
     several calls and of the rest of the loss, accumulates them once and runs hooks once, and DDP
     finds each parameter in the graph and reduces it once, as after a plain call of the tower.
 
-    Args:
-        replay: Returns the gradients of `trained` for the cotangents of the outputs.
-        trained: Tensors that the call trains.
-        outputs: Outputs of the call; the list is cleared.
-        constant: Outputs that do not require grad.
+    `replay` returns the gradients of `trained` for the cotangents of the outputs. `constant` are
+    the outputs that do not require grad. The list `outputs` is cleared.
     """
     attached: tuple[Tensor, ...] = _Replay.apply((replay, outputs, constant), *trained)
     outputs.clear()  # the node must not hold its own outputs

@@ -60,15 +60,9 @@ class _FirstRun(NamedTuple):
 
 
 class TowerCall:
-    """A call of a tower.
+    """A call of a tower; `function` runs the tower without an interception.
 
-    Args:
-        config: Configuration of the cache.
-        tower: The tower, with the module whose buffers and generators it uses.
-        function: Runs the tower without an interception.
-        arguments: Arguments of the call.
-        declared: The declared roles.
-        known: Roles of outputs known from earlier calls of the tower.
+    `known` are the roles of outputs that earlier calls of the tower have shown.
     """
 
     def __init__(
@@ -191,7 +185,8 @@ class TowerCall:
                 self.outputs.add(
                     opened, rows, self._micro_batches.lengths(rows) if is_padded else {}
                 )
-                sketches = self.outputs.sketches(opened)
+                # Without grad, no replay follows.
+                sketches = [Sketch(x) for x in opened.tensors if torch.is_grad_enabled()]
                 known = self.trained.note(opened.tensors, inputs)
                 self._first_runs.append(_FirstRun(rng, known, sketches))
                 del args, kwargs, returned, inputs, opened  # frees the graph now
@@ -219,14 +214,9 @@ class TowerCall:
     def replay(
         self, cotangents: Sequence[Tensor | None], to_reduce: Sequence[Any] = ()
     ) -> Replayed:
-        """Run every micro-batch again, and return the summed gradients.
+        """Run every micro-batch again, and return the summed gradients for the cotangents.
 
-        Args:
-            cotangents: Gradients of the loss with respect to the outputs.
-            to_reduce: Sharded modules whose gradients are complete after the last micro-batch.
-
-        Raises:
-            RuntimeError: A parameter or an input changed since the call.
+        The gradients of the sharded modules `to_reduce` are complete after the last micro-batch.
         """
         self._check_unchanged()
         sums = GradientSums([*self.trained.leaves.values()])
@@ -286,7 +276,6 @@ class TowerCall:
         return Replayed(gradients, difference, tolerance, unused, used_bytes)
 
     def _run(self, leaves: list[Any]) -> tuple[Any, list[Tensor]]:
-        """Run the tower on leaves; return its outputs and the inputs that get gradients."""
         inputs = self._micro_batches.for_grad(leaves)
         args, kwargs = self._arguments.rebuild(leaves)
         with self._autocast:
@@ -336,10 +325,6 @@ def rounding_noise(dtypes: set[torch.dtype], device: torch.device) -> float:
     Eight epsilons of the coarsest dtype in use if that is a 16-bit dtype or tf32, whose roundings
     are mostly equal in both runs; otherwise 128 epsilons, for sums in a different order in a deep
     network. 0 under `torch.use_deterministic_algorithms(True)`.
-
-    Args:
-        dtypes: Dtypes of outputs, trained tensors and autocast.
-        device: On CUDA, fp32 counts as tf32 if torch may use tf32 for products.
     """
     if torch.are_deterministic_algorithms_enabled():
         return 0.0

@@ -20,9 +20,7 @@ _DESCRIPTIONS: dict[Origin, str] = {
 class DeclaredNames:
     """Records which declared names match something, until every tower has been called once.
 
-    Args:
-        owner: The object that `roles` were passed to, for messages.
-        declared: The declared roles.
+    The `owner` got the names in `roles`, and errors name it.
     """
 
     def __init__(self, owner: object, declared: DeclaredRoles) -> None:
@@ -37,7 +35,6 @@ class DeclaredNames:
         self._paths: dict[Origin, dict[str, None]] = {"argument": {}, "output": {}, "field": {}}
 
     def note(self, origin: Origin, paths: Iterable[str]) -> None:
-        """Record the names of arguments, outputs or fields."""
         self._paths[origin].update(dict.fromkeys(paths))
 
     def note_call(self, tower: str, signature_of: Callable[..., Any]) -> None:
@@ -48,11 +45,7 @@ class DeclaredNames:
             self.note("argument", inspect.signature(signature_of).parameters)
 
     def check(self, towers: Collection[str] = ()) -> None:
-        """Raise for names that match nothing, once all `towers` have been called on all ranks.
-
-        Raises:
-            ValueError: A name matches nothing that can have its role.
-        """
+        """Raise for names that match nothing, once all `towers` have been called on all ranks."""
         if not self.is_open:
             return
         names = list(self._declared.texts)

@@ -98,7 +98,6 @@ class MicroBatches:
         return len(self._slices)
 
     def __iter__(self) -> Iterator[tuple[slice, list[Any]]]:
-        """Yield the rows and the leaves of each micro-batch, in order."""
         if self._is_prefetching():
             return self._prefetched()
         return ((rows, self._micro_batch_leaves(rows)) for rows in self._slices)
@@ -144,7 +143,6 @@ class MicroBatches:
         ]
 
     def repeated(self, count: int) -> list[Any]:
-        """Return a batch of copies of the first row."""
         leaves = [
             _first_row(leaf, role, count) if role.has_rows else leaf
             for leaf, role in zip(self._leaves, self._roles, strict=True)
@@ -244,7 +242,6 @@ class MicroBatches:
     def _arrived(
         self, rows: slice, parts: dict[int, Tensor], copied: torch.cuda.Event
     ) -> list[Any]:
-        """Make the current stream wait for the copies; return all leaves of the micro-batch."""
         # The stream waits, not the host, which goes on to queue the tower's kernels.
         torch.cuda.current_stream(self._device).wait_event(copied)
         return [
@@ -254,16 +251,7 @@ class MicroBatches:
 
 
 def _row_lengths(leaves: Sequence[Any], roles: Sequence[Role], rows: int) -> dict[int, list[int]]:
-    """Map the length L of masks to the number of unmasked positions of each row.
-
-    Args:
-        leaves: The arguments of a tower.
-        roles: Their roles.
-        rows: Batch size B.
-
-    Raises:
-        ValueError: A mask is not of shape (B, L).
-    """
+    """Map the length L of masks, (B, L), to the number of unmasked positions of each row."""
     masks = [x for x, role in zip(leaves, roles, strict=True) if role.kind == "mask"]
     lengths: dict[int, Tensor] = {}
     for mask in masks:

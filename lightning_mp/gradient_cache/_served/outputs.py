@@ -54,11 +54,7 @@ class Outputs:
         return [leaf.path for leaf in self._leaves]
 
     def open(self, returned: Any, rows: slice) -> "OpenedOutputs":
-        """Open the value that the tower returned for a micro-batch.
-
-        Raises:
-            ValueError: It contains no tensor, or a tensor with neither rows nor a declared role.
-        """
+        """Open the value that the tower returned for a micro-batch."""
         tree, leaves = self._open(returned)
         count = rows.stop - rows.start
         kept = [leaf for leaf in leaves if self._is_kept(leaf)]
@@ -78,10 +74,7 @@ class Outputs:
     def add(self, opened: "OpenedOutputs", rows: slice, lengths: Mapping[int, int]) -> None:
         """Copy the outputs of a micro-batch to their rows.
 
-        Args:
-            opened: The outputs of the micro-batch.
-            rows: Rows of the micro-batch.
-            lengths: Maps lengths that the micro-batch was cut to, to padded lengths of the batch.
+        `lengths` maps lengths that the micro-batch was cut to, to padded lengths of the batch.
         """
         if self._tree is None:
             self._begin(opened, lengths)
@@ -117,14 +110,7 @@ class Outputs:
     def micro_batch_cotangent(
         self, index: int, cotangent: Tensor, rows: slice, like: Tensor
     ) -> Tensor:
-        """Return the cotangent of a micro-batch's output.
-
-        Args:
-            index: Index of the output.
-            cotangent: Cotangent for the whole batch.
-            rows: Rows of the micro-batch.
-            like: The output of the micro-batch.
-        """
+        """Return the cotangent of a micro-batch's output `like`, from that of the whole batch."""
         role = self.roles[index]
         if role.has_rows:
             part = cotangent[_rows(role, rows)]
@@ -135,10 +121,6 @@ class Outputs:
         """Release and return the tensors of the whole batch, in the dtypes of the tower."""
         tensors, self.tensors = self.tensors, []
         return [x.to(dtype) for x, dtype in zip(tensors, self._dtypes, strict=True)]
-
-    def sketches(self, opened: "OpenedOutputs") -> "list[Sketch]":
-        """Return sketches to compare a replay with; none without grad, when no replay follows."""
-        return [Sketch(x) for x in opened.tensors] if torch.is_grad_enabled() else []
 
     def assemble(self, tensors: Sequence[Tensor]) -> Any:
         """Return tensors of the whole batch in the structure that the tower returned."""
@@ -151,7 +133,6 @@ class Outputs:
         return self._tree.rebuild(leaves)
 
     def shapes(self, returned: Any) -> dict[str, list[int]]:
-        """Return the shapes of all output tensors that are not left out, by name."""
         _, leaves = self._open(returned)
         return {leaf.path: list(leaf.value.shape) for leaf in leaves if self._is_kept(leaf)}
 
@@ -230,7 +211,6 @@ class Outputs:
         return self._declared.role(path, "output") if self._declared.texts else None
 
     def _role(self, path: str, tensor: Tensor, count: int) -> Role:
-        """Return the role of an output for `count` rows."""
         role = self._declared_role(path) or self._known.get(path)
         if role is not None and not role.has_rows:
             if role.kind != "whole" and not tensor.is_floating_point():
@@ -247,12 +227,7 @@ class Outputs:
         return role
 
     def learn_role(self, path: str, two: Sequence[int], three: Sequence[int]) -> None:
-        """Infer the role of an output from its shapes for two and for three rows.
-
-        Raises:
-            ValueError: The output has neither rows nor another role, or the shape of a row depends
-                on the number of rows.
-        """
+        """Infer the role of an output from its shapes for two and for three rows."""
         role = self._declared_role(path)
         if role is not None and not role.has_rows:
             self._known[path] = role
@@ -319,11 +294,7 @@ def _allocate(like: Tensor, role: Role, rows: int, lengths: Mapping[int, int]) -
 
 
 def check_no_tangents(tower: str, values: Iterable[Any]) -> None:
-    """Raise in forward-mode AD, because a cached tower would lose the tangents.
-
-    Raises:
-        RuntimeError: A tensor has a tangent.
-    """
+    """Raise in forward-mode AD, because a cached tower would lose the tangents."""
     for value in values:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise RuntimeError(

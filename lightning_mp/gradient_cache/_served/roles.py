@@ -58,11 +58,7 @@ class Role:
 
     @classmethod
     def parse(cls, text: str) -> "Role":
-        """Return the role that `text` describes.
-
-        Raises:
-            ValueError: `text` is not a role.
-        """
+        """Return the role that `text` describes."""
         if found := _ROWS.fullmatch(text):
             each, padding = found.groups()
             return cls("rows", int(each or 1), padding=None if padding is None else float(padding))
@@ -89,7 +85,6 @@ class Role:
         return f"{text} padded with {self.padding:g}" if is_padded else text
 
     def slice(self, rows: slice) -> slice:
-        """Return the rows of this tensor that belong to the given rows of the batch."""
         return slice(rows.start * self.rows_per_sample, rows.stop * self.rows_per_sample)
 
 
@@ -97,14 +92,7 @@ ROWS, WHOLE = Role("rows"), Role("whole")
 
 
 class DeclaredRoles:
-    """The declared roles by name.
-
-    Args:
-        roles: Texts of roles by name, such as `{"prompt": "whole"}`.
-
-    Raises:
-        ValueError: A text is not a role.
-    """
+    """The declared roles by name, from texts such as `{"prompt": "whole"}`."""
 
     def __init__(self, roles: Mapping[str, str] | None) -> None:
         self.texts = dict(roles or {})
@@ -121,7 +109,6 @@ class DeclaredRoles:
         return self._roles[max(names, key=len)] if names else None
 
     def origins(self, name: str) -> list[Origin]:
-        """Return the origins of tensors that can have the declared role."""
         kind = self._roles[name].kind
         return [origin for origin, kinds in _KINDS.items() if kind in kinds]
 

@@ -25,7 +25,6 @@ __all__ = [
 
 
 def unsharded_parameters(module: nn.Module) -> list[Tensor]:
-    """Return the parameters that are not sharded."""
     # Imported here, because only sharded towers need it.
     from torch.distributed.tensor import DTensor
 
@@ -74,11 +73,7 @@ def min_over_ranks(values: list[int], device: torch.device) -> list[int]:
 
 
 def agree_on_micro_batches(tower: str, batch_size: int, rows: int, device: torch.device) -> int:
-    """Return the number of micro-batches for all ranks: as many as the largest batch needs.
-
-    Raises:
-        ValueError: A rank has fewer rows than micro-batches; raised on all ranks.
-    """
+    """Return the number of micro-batches for all ranks: as many as the largest batch needs."""
     # All ranks get the same numbers, so either all raise or none does, and no rank waits in a
     # gather. The minimum of -ceil(B / rows) gives the largest count.
     negative_count, least = min_over_ranks([batch_size // -rows, batch_size], device)

@@ -23,12 +23,8 @@ _MISSING = object()
 class Tower:
     """A submodule, or a method of a submodule, whose calls can be intercepted.
 
-    Args:
-        name: Dotted path, for messages.
-        module: The submodule, or the owner of the method; `None` for a plain function, whose calls
-            cannot be intercepted.
-        signature_of: The function whose parameters name the arguments of a call.
-        method: Name of the method; `None` for calls of the submodule itself.
+    The `name` is a dotted path. The `module` is the submodule or the owner of the `method`; `None`
+    for a plain function. The parameters of `signature_of` name the arguments of a call.
     """
 
     def __init__(
@@ -104,11 +100,7 @@ def _itself(value: Any) -> Any:
 
 
 def find_tower(model: nn.Module, name: str) -> Tower:
-    """Return the submodule or method of `model` with the dotted path `name`.
-
-    Raises:
-        ValueError: There is no such tower; the message lists similar names.
-    """
+    """Return the submodule or method of `model` with the dotted path `name`."""
     path, _, last = name.rpartition(".")
     try:
         owner = model.get_submodule(path)

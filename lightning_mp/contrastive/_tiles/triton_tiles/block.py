@@ -50,7 +50,6 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows and of columns."""
         return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     def arguments(self, config: TileConfig, *, multiplies: bool = True) -> dict[str, Any]:
@@ -114,7 +113,6 @@ class Weights:
     exponent: int
 
     def arguments(self, config: TileConfig) -> dict[str, Any]:
-        """Return the output buffers as keyword arguments of the kernels."""
         weights: list[Any] = [self.high_nc, self.low_nc]
         if config.tma:
             tile = list(config.tile[:2])
@@ -141,7 +139,6 @@ class Weights:
                 is_fresh = False
 
     def _products(self, operand: Operand) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of tensors to multiply."""
         # Without low times low, which for bf16 halves is at most 2^-16 of the product.
         for part in operand.parts_nD:
             yield self.high_nc, part

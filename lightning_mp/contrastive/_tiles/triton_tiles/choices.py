@@ -26,14 +26,9 @@ def cached_choice(
 ) -> TileConfig:
     """Return the choice of an earlier process for this GPU, or call `choose` and store its result.
 
-    If several processes choose at the same time, all use the first stored result. If the folder
-    cannot be read or written, every process chooses for itself.
-
-    Args:
-        configs: Rows to choose from.
-        what: Kernel, dtype and width of the choice.
-        device: The GPU; choices for other devices are not stored.
-        choose: Times `configs` and returns the fastest.
+    `what` names kernel, dtype and width of the choice among `configs`. If several processes choose
+    at the same time, all use the first stored result. If the folder cannot be read or written,
+    every process chooses for itself.
     """
     if device.type != "cuda":
         return choose()

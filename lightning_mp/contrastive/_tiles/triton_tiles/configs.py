@@ -83,7 +83,6 @@ class TileConfig:
 
 @functools.cache
 def all_configs() -> tuple[TileConfig, ...]:
-    """Return the whole table."""
     text = resources.files(__package__).joinpath("configs.json").read_text(encoding="utf-8")
     rows = json.loads(text)
     return tuple(
@@ -95,11 +94,7 @@ def all_configs() -> tuple[TileConfig, ...]:
 def find_configs(
     kernel: Kernel, arch: int, dtype: torch.dtype, width: int
 ) -> tuple[TileConfig, ...]:
-    """Return the rows for a kernel, the default first.
-
-    Raises:
-        ValueError: The table has no row for the dtype or the architecture.
-    """
+    """Return the rows for a kernel, the default first."""
     name = str(dtype).removeprefix("torch.")
     found: dict[object, TileConfig] = {}
     for row in all_configs():
@@ -154,7 +149,6 @@ def arch_of(device: torch.device) -> int:
 
 
 def table_arch(capability: tuple[int, int]) -> int:
-    """Return the architecture whose rows a compute capability uses."""
     return _ARCHS.get(capability, _FIRST_ARCH)
 
 
@@ -173,9 +167,6 @@ def timings(
 
     On CUDA the time is that of the device, because launching a kernel can take the host longer than
     running it takes the device. A timing averages 20 runs, queued while the device sleeps.
-
-    Raises:
-        RuntimeError: No row runs on the device.
     """
     measure = _time_on_device if device.type == "cuda" else _time_on_host  # Triton's interpreter
     seconds: dict[TileConfig, float] = {}

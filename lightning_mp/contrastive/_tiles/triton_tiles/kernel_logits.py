@@ -61,7 +61,6 @@ class KernelLogits:
 
     @property
     def precision(self) -> Precision:
-        """Precision of the products of features."""
         return self.products.precision
 
     @property
@@ -121,7 +120,6 @@ class KernelLogits:
         )
 
     def _thresholds(self, thresholds: Thresholds) -> Thresholds:
-        """Return thresholds and guides in the form of `Block`."""
         row_n, column_c = thresholds[:2]
         products = self.products
         guides = None

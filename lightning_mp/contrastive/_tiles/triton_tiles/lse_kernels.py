@@ -288,9 +288,6 @@ def add_lse(
 
     Tiles with sums outside of `reference - 90` to `reference + 119` are computed twice. `maxima` of
     the block's rows and columns are raised if given; not supported with thresholds.
-
-    Raises:
-        ValueError: The log-sum-exps have an unsupported layout.
     """
     n, m = block.shape
     # Kernels assume contiguous float64 vectors, and would silently misread others.

@@ -63,7 +63,6 @@ class Precision:
 
     @property
     def softmax_bytes(self) -> int:
-        """Bytes of one softmax value."""
         return self.softmax.itemsize * (2 if self.keeps_low else 1)
 
     @property
@@ -166,11 +165,9 @@ class Products:
         return cls(precision, precision.unit(rows_nD), precision.unit(columns_nD))
 
     def rows(self, features_nD: Tensor) -> Operand:
-        """Return some of the rows as an operand."""
         return Operand(features_nD, self.precision, self.row_unit, is_columns=False)
 
     def columns(self, features_nD: Tensor) -> Operand:
-        """Return some of the columns as an operand."""
         return Operand(features_nD, self.precision, self.column_unit, is_columns=True)
 
     @functools.cached_property

@@ -286,10 +286,7 @@ def finish(
     ranks: int,
     d_scale: Tensor | None,
 ) -> None:
-    """Add the positives to the gradients and scale them, see `TileBackend.finish`.
-
-    It takes one launch and a sum.
-    """
+    """Add the positives to the gradients by one launch and a sum; see `TileBackend.finish`."""
     rows_bD, columns_nD = _in_rows(rows_bD), _in_rows(columns_nD)
     (b, width), n = rows_bD.shape, len(columns_nD)
     programs = triton.cdiv(n if d_columns_nD is not None else b, _FINISH_ROWS)

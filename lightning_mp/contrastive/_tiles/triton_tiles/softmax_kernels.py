@@ -158,7 +158,6 @@ class SoftmaxFactors:
         return cls(rows_3n, columns_3m, is_wide, log2_scale)
 
     def arguments(self, block: Block) -> dict[str, Any]:
-        """Return the keyword arguments of the kernel for a block."""
         names = ("row_power", "row_gain", "row_factor")
         row_vectors = dict(zip(names, self.rows_3n[:, block.rows], strict=True))
         names = ("column_power", "column_gain", "column_factor")

@@ -109,7 +109,6 @@ class TritonTiles(TileBackend):
         prepared: Prepared | None = None,
         maxima: Vectors | None = None,
     ) -> None:
-        """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         kernel_logits = KernelLogits.of(logits, self.tile_dtype)
         if prepared is None:
             prepared = self.prepare(*logits[:3])
@@ -145,7 +144,6 @@ class TritonTiles(TileBackend):
                 )  # fmt: skip
 
     def grad_sweep(self, logits: Logits, lses: Vectors, gradients: Derivatives) -> None:
-        """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         kernel_logits = KernelLogits.of(logits, self.tile_dtype)
 
         def write(block: Block, *configs: TileConfig) -> Weights:
@@ -186,7 +184,6 @@ class TritonTiles(TileBackend):
         gradients: Derivatives,
         maxima: Vectors | None = None,
     ) -> None:
-        """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
         kernel_logits = KernelLogits.of(logits, self.tile_dtype)
         log2_scale = kernel_logits.log2_scale()
         log2_bias = (bias.double() * _LOG2_E).float().reshape(1)
@@ -205,13 +202,11 @@ class TritonTiles(TileBackend):
     def rounding(
         self, width: int, dtype: torch.dtype, *, of_guides: bool = False
     ) -> tuple[float, float]:
-        """Return the largest error of a logit, see `TileBackend.rounding`."""
         tile_dtype = "auto" if of_guides else self.tile_dtype
         operands = Precision.of(dtype, tile_dtype).operand_rounding(dtype)
         return sum_rounding(width, torch.float32) + operands, _MAXIMUM_ROUNDING
 
     def budget(self, device: torch.device) -> int:
-        """Return the workspace, see `TileBackend.budget`."""
         return DEFAULT_WORKSPACE_BYTES if self.workspace_bytes is None else self.workspace_bytes
 
     def stored_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -231,7 +226,6 @@ class TritonTiles(TileBackend):
     def multiplied_twice(
         self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, memory: int
     ) -> int:
-        """Return how many of the `b m` logits of one process do not fit `memory` stored values."""
         # Takes the same place as the sweep, on the meta device.
         stored = StoredTiles(torch.empty(memory, device="meta"))
         return (b - len(stored.take_rows(b, m))) * m
