@@ -112,24 +112,17 @@ def _compute(plan: Plan) -> SweepResult:
 
 def _fake(*values: Any) -> tuple[Tensor, ...]:
     request = Request(*values)
-    image_bD, negatives_bkD = request.image, request.negatives
+    image_bD, text_nD = request.image, request.text
     wide, state = accumulation_dtype(image_bD.dtype), state_dtype(image_bD.device)
-
-    def empty(is_there: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if is_there:
-            return image_bD.new_empty(shape, dtype=dtype)
-        return image_bD.new_empty(0, dtype=wide)
-
-    of_image, of_text, of_scale, of_bias, of_negatives = request.needs_grad
-    return (
-        empty(True, (), wide),
-        empty(request.statistics, (5,), wide),
-        empty(of_image, image_bD.shape, wide),
-        empty(of_text, request.text.shape, wide),
-        empty(of_scale, (), state),
-        empty(of_bias, (), state),
-        empty(of_negatives, () if negatives_bkD is None else negatives_bkD.shape, wide),
-    )
+    negatives = () if request.negatives is None else request.negatives.shape
+    shapes: tuple[Sequence[int], ...] = (image_bD.shape, text_nD.shape, (), (), negatives)
+    dtypes = (wide, wide, state, state, wide)
+    statistics_5 = image_bD.new_empty(5 if request.statistics else 0, dtype=wide)
+    gradients = [
+        image_bD.new_empty(shape, dtype=dtype) if need else image_bD.new_empty(0, dtype=wide)
+        for need, shape, dtype in zip(request.needs_grad, shapes, dtypes, strict=True)
+    ]
+    return image_bD.new_empty((), dtype=wide), statistics_5, *gradients
 
 
 def _define(name: str, *tags: torch.Tag) -> Any:

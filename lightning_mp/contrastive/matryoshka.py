@@ -4,9 +4,11 @@ Shapes:
     b: rank batch. n: texts of this rank. D: feature width.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -156,7 +158,7 @@ class MatryoshkaLoss(nn.Module):
         statistics: bool,
     ) -> tuple[Tensor, LossStatistics | None]:
         """Return the sum of one call per prefix, and the statistics of the largest width."""
-        total: Tensor | None = None
+        parts: list[Tensor] = []
         found: LossStatistics | None = None
         call: Any = self.loss  # its overloads do not accept `**options`
         for width, weight in zip(self.widths, self.weights, strict=True):
@@ -168,11 +170,8 @@ class MatryoshkaLoss(nn.Module):
                 loss, found = call(*features, scale, bias, statistics=True, **options)
             else:
                 loss = call(*features, scale, bias, **options)
-            part: Tensor = weight * loss
-            total = part if total is None else total + part
-        if total is None:
-            raise RuntimeError("`MatryoshkaLoss.widths` is empty. Set at least one width.")
-        return total, found
+            parts.append(weight * loss)
+        return functools.reduce(torch.add, parts), found
 
     def _width_problem(self, image_bD: Tensor) -> str | None:
         if max(self.widths) <= image_bD.shape[1]:

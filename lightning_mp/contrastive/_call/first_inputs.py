@@ -45,11 +45,8 @@ class FirstInputs:
         self._warned: set[str] = set()
         self._readback = AsyncReadback()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "FirstInputs":
-        # Pending copies to the host cannot be copied; the new object checks its own first inputs.
-        return FirstInputs()
-
     def __reduce__(self) -> Any:
+        # Pending copies to the host cannot be copied; a copy checks its own first inputs.
         return FirstInputs, ()
 
     @torch.compiler.disable  # Dynamo runs the caller eagerly after too many recompilations

@@ -198,8 +198,8 @@ class Request:
     @property
     def checksum(self) -> int:
         """A checksum of the loss class and its options, compared across ranks."""
-        rules: list[Any] = [list(value) if isinstance(value, tuple) else value
-                            for value in (getattr(self, name) for name in _COMPARED)]  # fmt: skip
+        values = zip(_NAMES, self.flat(), strict=True)
+        rules = [value for name, value in values if name in _COMPARED]
         if self.guide_text is not None:
             rules += [self.guide_text.shape[1], self.guide_text.dtype]
         # Python salts `hash` of strings differently in every process.

@@ -75,12 +75,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
-        """Yield all columns in blocks.
-
-        Args:
-            shard: This rank's tensors, each with its batch as the first dimension.
-            values: A few numbers per column; they are the last tensor of the visiting columns.
-        """
+        """Yield all columns of a shard in blocks; `values`, a few numbers per column, come last."""
 
     @abstractmethod
     def home(self, combine: Combine) -> Home:

@@ -155,8 +155,6 @@ class SlicedSum:
     def add(self, part: Tensor) -> None:
         """Send this rank's part of the visiting columns to the ranks of the columns."""
         index, group = self._index, self._slices.group
-        if index == self._slices.count:
-            raise RuntimeError(f"`SlicedSum.add()` came more than {index} times, once per slice.")
         # `block_bytes` counts one part in transit at a time.
         self._arrive()
         padding, own_rows = self._slices.padding(index), self._slices.own_rows(index)

@@ -90,9 +90,7 @@ class Facts(NamedTuple):
 def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
     """Return the plan that all ranks of a group follow; every rank calls this once per loss.
 
-    Args:
-        request: The request, its rows in the order of their columns.
-        pairing: The pairing of `positives`, if given.
+    The rows of the request are in the order of their columns.
     """
     image, text, scale, bias, _ = request.needs_grad
     # A bias has no effect on a softmax; in a sigmoid loss its gradient comes with the scale's.

@@ -18,11 +18,13 @@ exponentials have the scale `s + a`, their gradients the scale `s`.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp.contrastive._sums.products import dots
@@ -58,24 +60,29 @@ def combined_loss(plan: Plan) -> SweepResult:
         lses.append((row_neg_b, column_neg_Rn.logsumexp(0)))
     trained = [image_bD.to(plan.dtype), text_bD.to(plan.dtype), plan.scale]
     leaves = [x.detach().requires_grad_(plan.trains) for x in trained]
-    negs = [
-        neg[:b].detach().requires_grad_(plan.trains)
-        for matrix, pair in zip(matrices, lses, strict=True)
+    negs = [[neg[:b].detach().requires_grad_(plan.trains) for neg in pair] for pair in lses]
+    used = [
+        neg
+        for matrix, pair in zip(matrices, negs, strict=True)
         for neg, is_used in zip(pair, (matrix.has_rows, matrix.has_columns), strict=True)
         if is_used
     ]
     with torch.set_grad_enabled(plan.trains):
-        total = _terms(plan, leaves[0], leaves[1], leaves[2], negs).sum()
+        total = _terms(plan, leaves[0], leaves[1], leaves[2], used).sum()
     unit = 1 / plan.pairs
     if not plan.trains:
         return SweepResult(plan.exchange.all_reduce(total * unit))
-    d_image_bD, d_own_bD, d_scale, *d_negs = torch.autograd.grad(total, [*leaves, *negs])
+    found = torch.autograd.grad(total, [*leaves, *itertools.chain(*negs)], allow_unused=True)
+    d_image_bD, d_own_bD, d_scale, *d_negs = found
     d_text_nD = torch.cat([d_own_bD, d_own_bD.new_zeros(len(request.text) - b, d_own_bD.shape[1])])
-    remaining = iter(d_negs)
-    for matrix, pair in zip(matrices, lses, strict=True):
-        d_row = next(remaining) if matrix.has_rows else None
-        d_column = next(remaining) if matrix.has_columns else None
-        of_rows, of_columns = _matrix_gradients(matrix, *pair, d_row, d_column)
+    for matrix, pair, *d_pair in zip(matrices, lses, d_negs[::2], d_negs[1::2], strict=True):
+        padded = [
+            # Texts without an image have no term, and a gradient of 0.
+            None if d_neg is None else F.pad(d_neg, (0, len(neg) - b))
+            for neg, d_neg in zip(pair, d_pair, strict=True)
+        ]
+        row_lse_b, column_lse_n = map(weighted_lse, pair, padded)
+        of_rows, of_columns = gradients(matrix.plan, row_lse_b, column_lse_n)
         if of_rows is not None:
             d_scale = d_scale + row_dots(matrix.plan.request.image, of_rows, state).sum()
             target = d_image_bD if matrix.rows_are_images else d_text_nD[:b]
@@ -133,21 +140,3 @@ def _terms(
         # The finite first term gives rows without negatives a gradient of 0.
         return torch.cat([positives_1b.detach(), margin_Pb]).logsumexp(0)
     return torch.logaddexp(margin_Pb, margin_Pb.new_zeros(())).mean(0)
-
-
-def _matrix_gradients(
-    matrix: _LogitMatrix,
-    row_neg: Tensor,
-    column_neg: Tensor,
-    d_row: Tensor | None,
-    d_column: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of a matrix's rows and columns through its negatives."""
-    row_lse_b = torch.full_like(row_neg, torch.inf)
-    column_lse_n = torch.full_like(column_neg, torch.inf)
-    if d_row is not None:
-        row_lse_b = weighted_lse(row_neg, d_row)
-    if d_column is not None:
-        # Texts without an image have no term.
-        column_lse_n[: len(d_column)] = weighted_lse(column_neg[: len(d_column)], d_column)
-    return gradients(matrix.plan, row_lse_b, column_lse_n)

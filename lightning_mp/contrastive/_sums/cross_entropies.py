@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lightning_mp.contrastive._sums.matches import Match, Own
 from lightning_mp.contrastive._sums.products import dots, product
-from lightning_mp.contrastive._tiles.masks import Thresholds
-from lightning_mp.contrastive._tiles.tile_backend import RowsColumns
+from lightning_mp.contrastive._sums.sweep import Plan
 
 __all__ = ["CrossEntropies", "Shares"]
 
@@ -46,22 +45,17 @@ class CrossEntropies(NamedTuple):
     """The targets of all cross entropies, and their weights.
 
     Args:
+        plan: The plan.
         match: The positive pairs.
-        matched: q.
+        denominator: The pairs that the log-sum-exp sums over; smoothing spreads a part of each
+            target evenly over them.
         shares: Weights of the cross entropies.
-        smoothing: Part of a target that is spread evenly over the denominator.
-        denominator: The pairs that the log-sum-exp sums over.
-        thresholds: False-negative thresholds of the rows, for `negatives`.
-        has_terms: Whether the loss has cross entropies of images, and of texts.
     """
 
+    plan: Plan
     match: Match
-    matched: int
-    shares: Shares
-    smoothing: float
     denominator: Match
-    thresholds: Thresholds | None
-    has_terms: RowsColumns
+    shares: Shares
 
     def loss(
         self,
@@ -77,7 +71,7 @@ class CrossEntropies(NamedTuple):
         Features are in the accumulation dtype. The scale and the log-sum-exps of rows and columns,
         which are without the positives, are in the state dtype.
         """
-        q = self.matched
+        q, thresholds = self.plan.matched, self.plan.thresholds
         pos_q = dots(image_bD[:q], text_nD[:q], scale.dtype) * scale
         # A positive of +inf is an overflow, not a loss of 0.
         pos_q = pos_q.masked_fill(pos_q == torch.inf, torch.nan)
@@ -85,9 +79,9 @@ class CrossEntropies(NamedTuple):
         if negatives_bkD is not None and negatives_bkD.shape[1]:
             dots_bk = dots(image_bD, negatives_bkD, scale.dtype)
             extra_bk = dots_bk * scale
-            if self.thresholds is not None:
+            if thresholds is not None:
                 # A finite value whose exponential is 0: -inf would make gradients NaN.
-                masked_bk = dots_bk > self.thresholds.rows_b[:, None]
+                masked_bk = dots_bk > thresholds.rows_b[:, None]
                 extra_bk = extra_bk.masked_fill(masked_bk, torch.finfo(scale.dtype).min / 2)
             row_neg_b = torch.logaddexp(row_neg_b, extra_bk.logsumexp(1))
         total = scale.new_zeros(())
@@ -95,7 +89,7 @@ class CrossEntropies(NamedTuple):
             (self.shares.rows_b, row_neg_b, image_bD, text_nD, False, extra_bk),
             (self.shares.columns_n, column_neg_n, text_nD, image_bD, True, extra_bk[:0, :0]),
         )
-        for is_used, (share, *direction) in zip(self.has_terms, directions, strict=True):
+        for is_used, (share, *direction) in zip(self.plan.has_terms, directions, strict=True):
             if is_used:
                 terms = self._terms(pos_q, scale, *direction)
                 # A term of weight 0 may be infinite, and their product is NaN.
@@ -113,12 +107,12 @@ class CrossEntropies(NamedTuple):
         extra_nk: Tensor,
     ) -> Tensor:
         """Return the cross entropies of the images, or of the texts."""
-        q = self.matched
+        q, smoothing = self.plan.matched, self.plan.request.label_smoothing
         # `neg` is without the positive. If there is no positive, the term is `neg` itself.
         margin_q = neg[:q] - pos_q
         terms = torch.cat([torch.logaddexp(margin_q, margin_q.new_zeros(())), neg[q:]])
         # If the positive is the whole target, the products below are 0.
-        if not self.smoothing and isinstance(self.match, Own):
+        if not smoothing and isinstance(self.match, Own):
             return terms
         own = torch.cat([others[:q], others.new_zeros(len(neg) - q, others.shape[1])])
         # The product with ones counts positives over all ranks.
@@ -126,12 +120,12 @@ class CrossEntropies(NamedTuple):
         # Rows without a positive get a target of 0; their weight is 0.
         target = product(self.match, others, is_of_texts)
         target = target / product(self.match, ones, is_of_texts).clamp_min(1)
-        if self.smoothing:
+        if smoothing:
             # The count is 0 for a text without an image whose id equals those of all images.
             count_n1 = product(self.denominator, ones, is_of_texts) + extra_nk.shape[1]
-            share_n1 = self.smoothing / count_n1.clamp_min(1)
+            share_n1 = smoothing / count_n1.clamp_min(1)
             spread = share_n1 * product(self.denominator, others, is_of_texts)
-            target = (1 - self.smoothing) * target + spread
+            target = (1 - smoothing) * target + spread
             if extra_nk.shape[1]:
                 terms = terms - share_n1[:, 0] * extra_nk.sum(1)
         return terms + scale * dots(features, own - target, scale.dtype)

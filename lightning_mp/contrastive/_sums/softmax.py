@@ -26,11 +26,7 @@ for the backward, and no rank waits for another rank's backward.
 
 from torch import Tensor
 
-from lightning_mp.contrastive._sums.statistics import (
-    LargestNegatives,
-    loss_statistics,
-    softmax_probabilities,
-)
+from lightning_mp.contrastive._sums.statistics import LargestNegatives, softmax_statistics
 from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Prepared, StoredTiles, Vectors
 
@@ -47,10 +43,8 @@ def softmax_loss(plan: Plan) -> SweepResult:
     row_neg_b, column_neg_Rn = negatives(plan, StoredTiles(memory), prepared, largest)
     statistics_5 = None
     if largest is not None:
-        probability_2b = softmax_probabilities(
-            prepared.pos_b, (row_neg_b, column_neg_Rn.logsumexp(0))
-        )
-        statistics_5 = loss_statistics(plan, prepared.pos_b, probability_2b, largest.home())
+        lses = row_neg_b, column_neg_Rn.logsumexp(0)
+        statistics_5 = softmax_statistics(plan, prepared.pos_b, lses, largest)
     # This rank's parts of the scale's gradient and of the loss; one collective sums them.
     totals = row_neg_b.new_empty(1 + plan.needs_grad.scale)
     row_lse_b, column_lse_n, weight_b = tiles.pair_terms(

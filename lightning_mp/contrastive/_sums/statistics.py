@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_mp.contrastive._sums.sweep import Plan
 from lightning_mp.contrastive._tiles.tile_backend import Vectors
 
-__all__ = ["LargestNegatives", "loss_statistics", "softmax_probabilities"]
+__all__ = ["LargestNegatives", "loss_statistics", "softmax_statistics"]
 
 
 class LargestNegatives:
@@ -34,11 +34,6 @@ class LargestNegatives:
 
     def home(self) -> Vectors:
         return Vectors(self._rows_b, self._columns.result())
-
-
-def softmax_probabilities(pos_q: Tensor, negative_lses: Iterable[Tensor]) -> Tensor:
-    """Return the softmax probabilities of positives from log-sum-exps of the negatives, (2, q)."""
-    return torch.stack([(pos_q - neg[: len(pos_q)]).sigmoid() for neg in negative_lses])
 
 
 def loss_statistics(plan: Plan, pos_q: Tensor, probability_2q: Tensor, maxima: Vectors) -> Tensor:
@@ -65,3 +60,11 @@ def loss_statistics(plan: Plan, pos_q: Tensor, probability_2q: Tensor, maxima: V
     largest_W[exchange.rank] = torch.cat([maxima.rows_b, pos_q]).amax() + plan.bias
     totals = exchange.all_reduce(torch.cat([sums_5, largest_W]))
     return torch.cat([totals[:4] / totals[4], totals[5:].amax(0, keepdim=True)]).to(dtype)
+
+
+def softmax_statistics(
+    plan: Plan, pos_q: Tensor, negative_lses: Iterable[Tensor], largest: LargestNegatives
+) -> Tensor:
+    """Return the values of `LossStatistics` of a softmax from log-sum-exps of the negatives."""
+    probabilities = [(pos_q - neg[: len(pos_q)]).sigmoid() for neg in negative_lses]
+    return loss_statistics(plan, pos_q, torch.stack(probabilities), largest.home())

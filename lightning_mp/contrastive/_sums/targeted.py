@@ -13,18 +13,14 @@ log-sum-exps of rows, `g_i`, and of columns, `h_j`, are between 0 and 1, and
 so the second sweep is that of `softmax` with shifted log-sum-exps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._sums.cross_entropies import CrossEntropies
 from lightning_mp.contrastive._sums.softmax import gradients, negatives
-from lightning_mp.contrastive._sums.statistics import (
-    LargestNegatives,
-    loss_statistics,
-    softmax_probabilities,
-)
+from lightning_mp.contrastive._sums.statistics import LargestNegatives, softmax_statistics
 from lightning_mp.contrastive._sums.sweep import Plan, SweepResult
 from lightning_mp.contrastive._sums.targets import cross_entropies_of
 from lightning_mp.contrastive._tiles.tile_backend import StoredTiles, row_dots
@@ -44,8 +40,7 @@ def targeted_loss(plan: Plan) -> SweepResult:
     if largest is not None:  # statistics require one positive per row
         q = plan.matched
         pos_q = row_dots(image_bD[:q], text_nD[:q], state).mul_(plan.scale)
-        probability_2q = softmax_probabilities(pos_q, lses)
-        statistics_5 = loss_statistics(plan, pos_q, probability_2q, largest.home())
+        statistics_5 = softmax_statistics(plan, pos_q, lses, largest)
     cross_entropies = cross_entropies_of(plan)
     # Widened, because autograd accumulates gradients in the dtype of the leaves.
     inputs = [image_bD.to(dtype), text_nD.to(dtype), plan.scale, *lses]
@@ -72,7 +67,7 @@ def targeted_loss(plan: Plan) -> SweepResult:
     for from_autograd, from_sweep in zip((d_image_bD, d_text_nD), from_sweeps, strict=True):
         if from_autograd is not None and from_sweep is not None:
             # Autograd's part contains the scale, the sweep's part does not.
-            from_autograd.addcmul_(from_sweep, plan.scale.to(dtype)).mul_(unit)
+            from_autograd.addcmul_(from_sweep, request.scale.to(dtype).reshape(())).mul_(unit)
     return SweepResult(
         loss, d_image_bD, d_text_nD,
         # Widened first, because fp16 underflows after the product with `unit`, about 1 / 2B.
@@ -89,19 +84,17 @@ def _differentiated(
     with torch.set_grad_enabled(any(needs)):
         part = cross_entropies.loss(*leaves)
     wanted = [x for x in leaves if x.requires_grad]
+    found: Iterable[Tensor] = map(torch.zeros_like, wanted)
     # With k = 0, `negatives` are not part of the graph.
-    has_graph = part.requires_grad
-    found = iter(torch.autograd.grad(part, wanted, allow_unused=True) if has_graph else ())
-    gradients = [next(found, None) if need else None for need in needs]
-    return part.detach(), [
-        torch.zeros_like(x) if need and gradient is None else gradient
-        for x, need, gradient in zip(inputs, needs, gradients, strict=True)
-    ]
+    if part.requires_grad:
+        found = torch.autograd.grad(part, wanted, materialize_grads=True)
+    remaining = iter(found)
+    return part.detach(), [next(remaining) if need else None for need in needs]
 
 
 def weighted_lse(lse: Tensor, cotangent: Tensor | None) -> Tensor:
-    """Return `lse - log(cotangent)`, infinite where the cotangent is 0."""
+    """Return `lse - log(cotangent)`, infinite where the cotangent is 0; `None` stands for zeros."""
     if cotangent is None:
-        return lse
+        return torch.full_like(lse, torch.inf)
     # Without negatives, `lse` is -inf, and -inf - log(0) would be NaN.
     return (lse - cotangent.log()).masked_fill_(cotangent == 0, torch.inf)

@@ -36,10 +36,7 @@ def cross_entropies_of(plan: Plan) -> CrossEntropies:
     denominator: Match = everything
     if plan.ids_n is not None:
         denominator = Unmasked(everything, Groups(plan.ids_n, b, plan.exchange), Own(b, n))
-    return CrossEntropies(
-        match, plan.matched, _shares(weight_b, weight_n, plan), request.label_smoothing,
-        denominator, plan.thresholds, plan.has_terms,
-    )  # fmt: skip
+    return CrossEntropies(plan, match, denominator, _shares(weight_b, weight_n, plan))
 
 
 def _shares(rows_b: Tensor, columns_n: Tensor, plan: Plan) -> Shares:

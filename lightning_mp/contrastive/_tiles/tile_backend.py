@@ -172,21 +172,15 @@ class TileBackend(ABC):
     ) -> tuple[float, float]:
         """Return the largest error of a logit: a factor of `|scale|` and both norms, a constant.
 
-        Args:
-            width: D.
-            dtype: Dtype of the features.
-            of_guides: Whether the features are guides, whose products may have another precision.
+        The products of guides may have another precision.
         """
 
     @abstractmethod
     def stored_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return the size of the memory for `StoredTiles`, in values of the accumulation dtype.
 
-        Args:
-            b: Rows.
-            m: Columns of all shards. Neither may decide a branch: both may be symbolic.
-            dtype: Dtype of the features.
-            device: Device of the features.
+        The m columns are those of all shards. Neither b nor m may decide a branch: both may be
+        symbolic.
         """
 
     @abstractmethod
@@ -212,13 +206,8 @@ class TileBackend(ABC):
     ) -> PairTerms:
         """Combine positives and negatives, and write this rank's part of the loss.
 
-        Args:
-            row_neg_b: Log-sum-exps of the rows' negatives.
-            column_neg_Rn: Parts of the log-sum-exps of the columns' negatives.
-            pos_b: Logits of the positives.
-            has_terms: Whether the loss has cross entropies of rows, and of columns.
-            terms: Number of cross entropies; the loss is their mean.
-            loss: Output: this rank's part of the loss, one value in the state dtype.
+        The log-sum-exps of the columns' negatives are in R parts. The loss, one value in the state
+        dtype, is the mean of `terms` cross entropies: of rows, of columns, or of both.
         """
         b = len(pos_b)
         # The log-sum-exp of a single part would only round it.
@@ -258,17 +247,10 @@ class TileBackend(ABC):
     ) -> None:
         """Add the positives to the gradients and scale them, in place; at least one is a tensor.
 
-        Args:
-            rows_bD: Images.
-            columns_nD: Texts, n >= b.
-            d_rows_bD: `terms dL/dS texts` of the negatives; `None` if not needed.
-            d_columns_nD: `terms dL/dS.T images`, likewise.
-            weight_b: `PairTerms.weight_b`.
-            scale: One value.
-            terms: Number of cross entropies; the loss is their mean.
-            ranks: W, the divisor of a mean over ranks.
-            d_scale: Output: this rank's part of the scale's gradient, one value in the state
-                dtype; `None` if not needed.
+        `d_rows_bD` are `terms dL/dS texts` of the negatives, `d_columns_nD` likewise
+        `terms dL/dS.T images`, and `weight_b` is that of `PairTerms`. A mean over `ranks` divides
+        the gradients. `d_scale` gets this rank's part of the scale's gradient, one value in the
+        state dtype.
         """
         b, factor = len(weight_b), scale.to(weight_b.dtype).reshape(()) * (ranks / terms)
         sides = ((rows_bD, columns_nD, d_rows_bD), (columns_nD, rows_bD, d_columns_nD))

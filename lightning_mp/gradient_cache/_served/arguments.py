@@ -82,9 +82,6 @@ class Arguments:
         earlier: Lengths of arguments in earlier calls of the tower.
         expected: Number of rows of the step's batch. It is the batch size of the call if an
             argument has as many rows. `None`: unknown.
-
-    Raises:
-        ValueError: No argument is a batch, the batch is empty, or a role is ambiguous.
     """
 
     def __init__(
@@ -113,7 +110,6 @@ class Arguments:
         self._leaves = tree.leaves
         self.leaves = [leaf.value for leaf in self._leaves]
         self.roles = [self._role(leaf.path, leaf.value) for leaf in self._leaves]
-        """Role of each leaf."""
         if not self.batch_size or not any(role.has_rows for role in self.roles):
             raise ValueError(
                 f"Passed no batch, or an empty batch, to a tower ({self}). At least one argument "

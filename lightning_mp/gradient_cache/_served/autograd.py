@@ -15,12 +15,6 @@ __all__ = [
     "grad_without_side_effects",
 ]
 
-_NO_SECOND_DERIVATIVE = (
-    "Called a second derivative through a tower whose gradients are cached. A replay keeps no "
-    "graph, so only first derivatives exist. For a gradient penalty leave the tower out of "
-    "`towers`, or compute the penalty from the features."
-)
-
 
 class Graph(NamedTuple):
     """The part of the autograd graph that leads to some outputs.
@@ -295,4 +289,8 @@ class _RaiseInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        raise RuntimeError(_NO_SECOND_DERIVATIVE)
+        raise RuntimeError(
+            "Called a second derivative through a tower whose gradients are cached. A replay keeps "
+            "no graph, so only first derivatives exist. For a gradient penalty leave the tower out "
+            "of `towers`, or compute the penalty from the features."
+        )

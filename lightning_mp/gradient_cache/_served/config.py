@@ -54,11 +54,8 @@ def takes_config(
 ) -> Any:
     """Decorate a constructor: it takes the fields of a config by name and receives a `config`.
 
-    Args:
-        kind: `CacheConfig`.
-        without: Fields that the constructor does not take.
-        documented: Class whose docstring explains the arguments, for `--help`.
-        defaults: Defaults that differ from the config's.
+    It does not take the fields in `without`, and `defaults` replace those of the config. The
+    docstring of the class `documented` explains the arguments, for `--help`.
     """
 
     def decorate(init: Callable[..., None]) -> Any:

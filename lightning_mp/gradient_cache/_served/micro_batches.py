@@ -35,13 +35,8 @@ class MicroBatches:
     iteration passes the caller's memory, as a call without micro-batches would. Later iterations
     pass the values from before the write; only rows that are written to are cloned for this.
 
-    Args:
-        leaves: The leaves of the arguments.
-        roles: Roles of the leaves. Leaves with rows are split; every micro-batch gets the others.
-        with_grad: Indices of the leaves that get gradients.
-        batch_size: Number of rows.
-        device: Device of the function; `None` leaves all tensors where they are.
-        prefetch: Number of micro-batches to copy ahead.
+    Leaves whose role has rows are split; every micro-batch gets the others. The leaves at the
+    indices `with_grad` get gradients.
     """
 
     def __init__(
@@ -78,15 +73,9 @@ class MicroBatches:
         self._unwritten: dict[tuple[int, int], Tensor] = {}
         self._row_lengths = _row_lengths(self._leaves, roles, batch_size)
         self.is_padded = bool(self._row_lengths)
-        """Whether masks give the lengths of rows."""
 
     def split(self, rows: int, count: int | None = None) -> None:
-        """Set the micro-batches; before this call, the whole batch is one micro-batch.
-
-        Args:
-            rows: Rows per micro-batch; the last micro-batch may have fewer.
-            count: Number of micro-batches of nearly equal size, instead of `rows`.
-        """
+        """Set micro-batches of `rows`, or `count` of nearly equal size; before, there is one."""
         # Ranks of a sharded tower need equally many micro-batches, whatever their number of rows.
         if count is None:
             bounds = [*range(0, self.batch_size, rows), self.batch_size]
@@ -94,13 +83,11 @@ class MicroBatches:
             bounds = [self.batch_size * index // count for index in range(count + 1)]
         self._slices = [slice(start, stop) for start, stop in pairwise(bounds)]
 
-    def __len__(self) -> int:
-        return len(self._slices)
-
     def __iter__(self) -> Iterator[tuple[slice, list[Any]]]:
         if self._is_prefetching():
             return self._prefetched()
-        return ((rows, self._micro_batch_leaves(rows)) for rows in self._slices)
+        leaves = range(len(self._leaves))
+        return ((rows, [self._micro_batch_leaf(i, rows) for i in leaves]) for rows in self._slices)
 
     def first_run(self) -> Iterator[tuple[slice, list[Any]]]:
         """Iterate for the first time, and clone the rows that the function writes to."""
@@ -176,9 +163,6 @@ class MicroBatches:
         return (
             self._roles[index].has_rows and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
         )
-
-    def _micro_batch_leaves(self, rows: slice) -> list[Any]:
-        return [self._micro_batch_leaf(index, rows) for index in range(len(self._leaves))]
 
     def lengths(self, rows: slice) -> dict[int, int]:
         """Map the length that a micro-batch is cut to, to the padded length of the batch."""

@@ -23,13 +23,8 @@ class Outputs:
     """Collects the outputs of a tower.
 
     Tensors must have the rows of the micro-batch or a declared role. Lists without tensors may have
-    one item per row. All other values must be equal in every micro-batch.
-
-    Args:
-        tower: Name of the tower, for messages.
-        arguments: Arguments of the call.
-        declared: The declared roles.
-        known: Roles known from earlier calls of the tower; new roles are added.
+    one item per row. All other values must be equal in every micro-batch. The roles of new outputs
+    are added to those `known` from earlier calls of the tower.
     """
 
     def __init__(
@@ -44,9 +39,7 @@ class Outputs:
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
         self.roles: list[Role] = []
-        """Role of each tensor."""
         self.needs_grad: list[bool] = []
-        """Whether each tensor requires grad."""
 
     @property
     def paths(self) -> list[str]:

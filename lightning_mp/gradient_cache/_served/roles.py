@@ -1,17 +1,7 @@
 """Roles of tensors: of the arguments and outputs of towers and of the fields of a batch.
 
-Roles are inferred from shapes; where shapes are ambiguous, they are declared by name:
-
-| role | argument of a tower | output of a tower | field of loader batches |
-|---|---|---|---|
-| `rows` | split into micro-batches | concatenated | concatenated |
-| `2 rows` | 2 rows per sample | 2 rows per sample | 2 rows per sample |
-| `rows padded with 0` | cut to the longest row | padded to one length | padded to one length |
-| `mask`, `mask of 2 rows` | marks the end of each row | as `rows padded with 0` | likewise |
-| `row numbers of text` | as `rows` | - | concatenated with an offset |
-| `whole` | shared by all rows | equal in all micro-batches | equal in all loader batches |
-| `mean`, `sum` | - | mean weighted by rows, or sum, over micro-batches | - |
-| `left out` | - | `None` | - |
+Roles are inferred from shapes; where shapes are ambiguous, they are declared by name.
+docs/contrastive/gradient-cache.md explains what each role means.
 """
 
 import re
@@ -39,7 +29,7 @@ class Role:
     """The role of one tensor.
 
     Args:
-        kind: Kind of role, as in the table above.
+        kind: Kind of role.
         rows_per_sample: Number of rows per sample of the batch.
         numbered_field: Name of the field whose rows are numbered; `""`: the batch itself.
         padding: Value that fills shorter rows; `None`: all rows have one shape.

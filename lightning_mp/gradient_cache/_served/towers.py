@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ Handler = Callable[["Tower", Callable[..., Any], tuple[Any, ...], dict[str, Any]
 _MISSING = object()
 
 
+@dataclass(eq=False)
 class Tower:
     """A submodule, or a method of a submodule, whose calls can be intercepted.
 
@@ -27,19 +29,13 @@ class Tower:
     for a plain function. The parameters of `signature_of` name the arguments of a call.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module | None,
-        signature_of: Callable[..., Any],
-        method: str | None = None,
-    ) -> None:
-        self.name = name
-        self.module: Any = module
-        self.signature_of = signature_of
-        self.sharded = sharded_modules(module)
-        """The modules in it that `fully_shard` was applied to."""
-        self._method = method
+    name: str
+    module: Any
+    signature_of: Callable[..., Any]
+    method: str | None = None
+
+    def __post_init__(self) -> None:
+        self.sharded = sharded_modules(self.module)
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
@@ -53,9 +49,9 @@ class Tower:
         """
         # Not `setattr`, which a compiled module forwards to the module inside it.
         attributes = vars(self.module)
-        name = "_compiled_call_impl" if self._method is None else self._method
+        name = "_compiled_call_impl" if self.method is None else self.method
         before = attributes.get(name, _MISSING)
-        called = self.module._call_impl if self._method is None else getattr(self.module, name)
+        called = self.module._call_impl if self.method is None else getattr(self.module, name)
         original = attributes.get(name) or called
         attributes[name] = _Interceptor(self, name, original, handler)
         try:

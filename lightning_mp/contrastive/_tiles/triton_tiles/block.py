@@ -157,7 +157,6 @@ class Workspace:
         )
 
     def weights(self, block: Block) -> Weights:
-        """Return views of the block's shape with aligned rows."""
         rows, columns = block.shape
         size = rows * padded(columns)
         high, *low = (half[:size].view(rows, -1)[:, :columns] for half in self._halves)

@@ -29,13 +29,9 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class KernelLogits:
-    """Logits with the values that all their blocks share.
+    """Logits with the values that all their blocks share: 32-bit ids, products, units of operands.
 
-    Args:
-        logits: The logits, with 32-bit ids.
-        products: Products of the features.
-        guides: Products of the guides; `None` without guides.
-        stored_rm: Memory for the products of the first rows, in fp32; may be empty.
+    `stored_rm` is the memory for the products of the first rows, in fp32; may be empty.
     """
 
     logits: Logits

@@ -270,7 +270,6 @@ def _log2_add_exp2(left, right):
 
 
 def lse_bytes_per_value(config: TileConfig, *, with_maxima: bool = False) -> float:
-    """Return the bytes of workspace that `add_lse` needs for each logit of its block."""
     # A sum per row and per column of a tile, as many maxima, and a flag.
     rows, columns, _ = config.tile
     return (1 + with_maxima) * (4 / rows + 4 / columns) + 4 / (rows * columns)

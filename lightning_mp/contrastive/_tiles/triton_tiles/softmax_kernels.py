@@ -141,7 +141,6 @@ class SoftmaxFactors:
         """Compute the vectors from natural log-sum-exps in float64, including positives.
 
         `exponent` is `s`; `always_wide` selects the variant with two exponentials without a check.
-        No value leaves the device.
         """
         b, m = map(len, lses)
         rows_3n, columns_3m = (
