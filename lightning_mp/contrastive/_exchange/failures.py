@@ -1,6 +1,7 @@
 """Errors of collectives, in the name of the loss that called them."""
 
 import os
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,9 @@ class CollectiveError(RuntimeError):
 
 def collective_error(owner: str, error: RuntimeError) -> CollectiveError | None:
     """Return the error to raise if a collective raised `error`, `None` otherwise."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
     # Errors of torch's C++ end in a Python frame of these folders.
-    name = "" if traceback is None else traceback.tb_frame.f_code.co_filename
+    name = last.f_code.co_filename
     if isinstance(error, torch.OutOfMemoryError) or not name.startswith(_FOLDERS):
         return None
     return CollectiveError(

@@ -131,11 +131,10 @@ class MicroBatches:
 
     def repeated(self, count: int) -> list[Any]:
         leaves = [
-            _first_row(leaf, role, count) if role.has_rows else leaf
+            _clone(_first_row(leaf, role, count) if role.has_rows else leaf)
             for leaf, role in zip(self._leaves, self._roles, strict=True)
         ]
-        tensors = [_clone(x) for x in leaves]
-        return [x.to(self._device) if isinstance(x, Tensor) else x for x in tensors]
+        return [x.to(self._device) if isinstance(x, Tensor) else x for x in leaves]
 
     def written_since(self) -> list[int]:
         """Return the indices of leaves that were written to since the first iteration ended."""

@@ -86,12 +86,10 @@ class Outputs:
                     self.names[index], tensor.shape, f"{role} of the batch were expected"
                 )
             part = output[_rows(role, rows)] if role.has_rows else output
-            # `copy_` would silently broadcast one value over a row.
-            fits = len(tensor) == len(part) if role.has_rows else True
-            is_padded = role.padding is not None and tensor.ndim > 1
-            if is_padded and fits and tensor.shape[1] <= part.shape[1]:
+            if role.padding is not None and tensor.ndim > 1:
                 part = part[:, : tensor.shape[1]]
-            if not fits or tensor.shape != part.shape:
+            # `copy_` would silently broadcast one value over a row.
+            if tensor.shape != part.shape:
                 self._raise_shape_error(
                     self.names[index], tensor.shape, f"{list(part.shape)} was expected"
                 )
