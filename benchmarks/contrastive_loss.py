@@ -109,7 +109,7 @@ def sampled_errors(case: Case, ours: Contender) -> dict[str, float]:
 def log_sum_exps(loss: Any, inputs: Inputs) -> list[Tensor]:
     """Return the row and column log-sum-exps of the first sweep of a `ContrastiveLoss`."""
     image_bD, text_bD, scale = inputs.leaves
-    plan = agreed_plan(Request.of(loss, image_bD, text_bD, scale, None), None)
+    plan = agreed_plan(Request.of(loss, image_bD, text_bD, scale, None))
     prepared = plan.tiles.prepare(image_bD, text_bD, scale)
     memory = StoredTiles(plan.memory_for_tiles())
     row_neg_b, column_neg_Rb = negatives(plan, memory, prepared)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_mp.contrastive._call.pairing import paired
 from lightning_mp.contrastive._call.request import (
     DIFFERENTIABLE,
     SCHEMA,
@@ -28,7 +27,7 @@ from lightning_mp.contrastive._call.request import (
     ranks_of,
 )
 from lightning_mp.contrastive._exchange.failures import collective_error
-from lightning_mp.contrastive._sums.agreement import agreed_plan, refuse_on_all_ranks
+from lightning_mp.contrastive._sums.agreement import agreed_plan
 from lightning_mp.contrastive._sums.combined import combined_loss
 from lightning_mp.contrastive._sums.prefixes import prefixes_loss
 from lightning_mp.contrastive._sums.sigmoid import sigmoid_loss
@@ -58,12 +57,7 @@ def loss_of(request: Request, group: dist.ProcessGroup | None = None) -> tuple[T
 
 def _run(*values: Any) -> tuple[Tensor, ...]:
     """Return loss, statistics and gradients in the shapes of `_fake`; missing ones are empty."""
-    request, pairing = Request(*values), None
-    given, bias = request, request.bias
-    if request.positives is not None:
-        problem, request, pairing = paired(request, request.positives)
-        if problem is not None:
-            refuse_on_all_ranks(problem, request.owner, request.image, group_named(request.group))
+    request = Request(*values)
     # Operators run below autograd, which `targeted_loss` and `combined_loss` need.
     with (
         torch.no_grad(),
@@ -71,7 +65,7 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
         torch.autocast(request.image.device.type, enabled=False),
     ):
         try:
-            plan = agreed_plan(request, pairing)
+            plan = agreed_plan(request)
             result = _compute(plan)
         except RuntimeError as error:
             failure = collective_error(request.owner, error)
@@ -79,16 +73,16 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
                 raise
             raise failure from error
     loss, d_bias = result.loss, result.d_bias
-    if bias is not None and request.is_softmax:
+    if request.bias is not None and request.is_softmax:
         # A bias shifts all logits alike and has no effect, but its NaN and inf must not vanish.
-        loss = loss + 0.0 * bias.to(loss.dtype).reshape(())
+        loss = loss + 0.0 * request.bias.to(loss.dtype).reshape(())
         d_bias = 0.0 * loss
     d_features = result.d_image_bD, result.d_text_nD
     gradients = [*d_features, result.d_scale, d_bias, result.d_negatives_bkD]
-    if pairing is not None:
-        pairing.restore(gradients)
+    if plan.pairing is not None:
+        plan.pairing.restore(gradients)
     # Other ranks may need gradients that this rank does not.
-    needed = [x if need else None for x, need in zip(gradients, given.needs_grad, strict=True)]
+    needed = [x if need else None for x, need in zip(gradients, request.needs_grad, strict=True)]
     statistics_5 = result.statistics_5 if request.statistics else None
     # Copied, because it shares memory with the scale's gradient, and outputs must not.
     loss = loss.to(plan.dtype, copy=True)

@@ -133,7 +133,7 @@ def test_cpu_features_with_an_nccl_group_raise_on_all_ranks(
     assert [facts.tolist() for facts in nccl] == [[0] * len(agreement.Facts())]
     # Operators do not see the fake device, so the other rank calls the function inside.
     request = Request.of(ContrastiveLoss(), *on_gpu, 10.0, None).checked()
-    other = _error(lambda: agreement.agreed_plan(request, None))
+    other = _error(lambda: agreement.agreed_plan(request))
     assert "Rank 0 of 2 passed arguments that `ContrastiveLoss` cannot use" in other
 
 

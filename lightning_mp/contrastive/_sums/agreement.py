@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.contrastive._call.pairing import Pairing
+from lightning_mp.contrastive._call.pairing import paired
 from lightning_mp.contrastive._call.request import GIVEN, RULES, Request, group_named, ranks_of
 from lightning_mp.contrastive._exchange.exchange import Exchange
 from lightning_mp.contrastive._exchange.ring import Ring
@@ -87,15 +87,16 @@ class Facts(NamedTuple):
     statistics: int = 0
 
 
-def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
-    """Return the plan that all ranks of a group follow; every rank calls this once per loss.
-
-    The rows of the request are in the order of their columns.
-    """
+def agreed_plan(request: Request) -> Plan:
+    """Return the plan that all ranks of a group follow; every rank calls this once per loss."""
     image, text, scale, bias, _ = request.needs_grad
     # A bias has no effect on a softmax; in a sigmoid loss its gradient comes with the scale's.
     needs_grad = NeedsGrad(image, text, scale or (bias and not request.is_softmax))
-    group = group_named(request.group) if request.group else None
+    group, pairing = group_named(request.group) if request.group else None, None
+    if request.positives is not None:
+        problem, request, pairing = paired(request, request.positives)
+        if problem is not None:
+            refuse_on_all_ranks(problem, request.owner, request.image, group)
     if ranks_of(group, request.owner) == 1:
         tiles = request.tiles(request.workspace_bytes)
         return Plan(request, OneRank(len(request.text)), tiles, needs_grad, pairing=pairing)

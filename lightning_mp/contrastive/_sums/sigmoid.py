@@ -31,7 +31,6 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
     largest = LargestNegatives(plan) if plan.statistics else None
     weights_b = _weights(plan)
     totals_2, d_image_bD, d_text_nD = _swept(plan, weights_b, largest)
-    maxima = None if largest is None else largest.home()
     own_b = plan.scale.new_ones(len(image_bD)) if weights_b is None else weights_b
     _add_positives(plan, own_b, totals_2, d_image_bD, d_text_nD)
     d_scale, d_negatives_bkD = _add_negatives(plan, own_b, totals_2, d_image_bD)
@@ -59,13 +58,12 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
         sums[2] += d_scale / plan.pairs
     sums = plan.exchange.all_reduce(sums)
     statistics_5 = None
-    if maxima is not None:
+    if largest is not None:
         # Triton's maxima ignore NaN, the loss does not.
         probability_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
+        probability_2b = torch.stack([probability_b, probability_b])
         # Maxima are without the bias.
-        statistics_5 = loss_statistics(
-            plan, pos_b - plan.bias, torch.stack([probability_b, probability_b]), maxima
-        )
+        statistics_5 = loss_statistics(plan, pos_b - plan.bias, probability_2b, largest.home())
     loss, d_bias, d_scale = (x.clone() for x in sums)  # outputs must not be views
     return SweepResult(loss, d_image_bD, d_text_nD, d_negatives_bkD, d_scale, d_bias, statistics_5)
 

@@ -135,18 +135,17 @@ class Arguments:
         leaves = [
             leaf for argument in arguments for leaf in argument.leaves if is_array(leaf.value)
         ]
-        found = [(tree, self._declared_role(tree.path)) for tree in [*leaves, *lists]]
-        # Lists first, because a declared name of a list also matches the tensors in it.
         declared = [
             (tree.value, role)
-            for tree, role in [*found[len(leaves) :], *found[: len(leaves)]]
-            if role is not None and role.has_rows
+            # Lists first, because a declared name of a list also matches the tensors in it.
+            for tree in [*lists, *leaves]
+            if (role := self._declared_role(tree.path)) is not None and role.has_rows
         ]
         # Without other evidence the first tensor decides, as towers take their data first.
         guessed = [
             len(tree.value)
-            for tree, role in found
-            if role is None and not self._is_constant(tree.value)
+            for tree in [*leaves, *lists]
+            if self._declared_role(tree.path) is None and not self._is_constant(tree.value)
         ]
         if declared:
             value, role = min(declared, key=lambda pair: pair[1].rows_per_sample)
