@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.records import Sample, Verdict
+from lightning_mp.callbacks._step.training_state import scaler_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.precision.loss_scaler import LossScaler
 
@@ -105,7 +106,10 @@ class LossScaleMonitor(InstabilityMonitor):
         # All optimizers share the scale, so metric names get no optimizer suffix.
         self.record(metrics, replace(facts, optimizer=0), trainer.log_every_n_steps)
         verdicts: list[Verdict] = []
-        before, (floor, is_dynamic) = facts.loss_scale, _limits(trainer)
+        scaler, before = scaler_of(trainer), facts.loss_scale
+        floor, is_dynamic = 1.0, True  # torch's scaler has no floor; below 1 it has no benefit
+        if isinstance(scaler, LossScaler):
+            floor, is_dynamic = scaler.config.min_scale, scaler.config.dynamic
         # A skip at the lowest scale cannot be cured by a lower scale.
         if is_skipped and (not is_dynamic or (before is not None and before <= floor)):
             tags = () if is_dynamic else ("static",)
@@ -122,11 +126,3 @@ class LossScaleMonitor(InstabilityMonitor):
             rate = rate.given(skipped=sum(self._window), of=len(self._window))
             verdicts.append(rate.given(scale=scale, window=self.window_steps))
         return verdicts
-
-
-def _limits(trainer: pl.Trainer) -> tuple[float, bool]:
-    """Return the lowest scale and whether the scale is dynamic."""
-    scaler = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
-    if isinstance(scaler, LossScaler):
-        return scaler.config.min_scale, scaler.config.dynamic
-    return 1.0, True  # torch's scaler has no floor; a scale below 1 has no benefit

@@ -197,9 +197,8 @@ class NonFiniteLocator(InstabilityMonitor):
     def _has_bad_gradient(self, step: _Step) -> bool:
         """Return whether any rank has a non-finite gradient; a collective."""
         seen = self.recorder.step
-        if not self.check_gradients or step.scale is not None:
-            return False
-        if seen is None or seen.signals is None:
+        is_checked = self.check_gradients and step.scale is None
+        if not is_checked or seen is None or seen.signals is None:
             return False
         norms: list[npt.NDArray[Any]] = []
         self.recorder.send(seen.signals[1], norms.append)

@@ -106,13 +106,9 @@ def cheapest_remedy(trials: _Trials, found: Preflight) -> Preflight:
     for options in (_clamps(trials.runs, found), _fp32(trials.runs, found, callers)):
         remedy, ratio = _extended(trials, remedy, ratio, trials.agree(options))
     remedy, ratio = _reduced(trials, remedy, ratio)
-    if ratio >= MATTERS:
-        for half in trials.runs.other_halves():
-            other = Remedy(half=half)
-            ratio_of_other = trials.ratio(other)
-            if ratio_of_other < MATTERS:
-                remedy, ratio = other, ratio_of_other
-                break
+    for other in (Remedy(half=half) for half in trials.runs.other_halves()):
+        if ratio >= MATTERS and (ratio_of_other := trials.ratio(other)) < MATTERS:
+            remedy, ratio = other, ratio_of_other
     if remedy.is_empty:
         return found
     used = {op: callers[op] for op in remedy.fp32_ops if op in callers}

@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
@@ -99,17 +99,16 @@ class AdamStateRule(Learning):
         for numbers in tensors:
             usual = self._usual.setdefault(numbers.name, {**_UNKNOWN, "from": step})
             usual["samples"] += 1
-            found = [self._judge_zero_run(step, numbers, usual, beta2, is_silent)]
+            verdicts += self._judge_zero_run(step, numbers, usual, beta2, is_silent)
             newest = usual["newest"] = [*usual["newest"], numbers.rms][-32:]
             is_known = usual["samples"] > self.baseline_samples
             usual["is_real"] |= numbers.gradient_rms > rounding
             # A gradient of pure rounding error is below epsilon in any healthy run.
             if usual["is_real"]:
-                found.append(self._judge_epsilon(numbers, usual, eps, is_known))
+                verdicts += self._judge_epsilon(numbers, usual, eps, is_known)
                 # Only a second sample distinguishes a warm-up from a low learning rate.
                 knows_rate = is_known or (rate is not None and not is_rising)
-                found.append(self._judge_ratio(numbers, rate, is_known, knows_rate))
-            verdicts += [replace(verdict, tensor=numbers.name) for verdict in found if verdict]
+                verdicts += self._judge_ratio(numbers, rate, is_known, knows_rate)
             if not is_known or numbers.step < _MEMORY / (1 - beta2):
                 usual["rms"] = max(usual["rms"], numbers.rms)
                 usual["below"] = max(usual["below"], numbers.below_epsilon)
@@ -148,24 +147,21 @@ class AdamStateRule(Learning):
 
     def _judge_epsilon(
         self, numbers: AdamNumbers, usual: dict[str, Any], eps: float, is_known: bool
-    ) -> Verdict | None:
-        share = numbers.below_epsilon
-        # Adam should divide mostly by the size of the gradient, so epsilon is a thousandth of it.
-        root = math.sqrt(numbers.second_moment / numbers.numel)
-        power = math.floor(math.log10(max(numbers.gradient_rms, root, 1e-30))) - 3
-        threshold = usual["below"] + self.max_below_epsilon
-        if is_known and share > threshold:
-            found = Verdict("below_epsilon", share, threshold)
-        elif share >= _ALL:
-            found = Verdict("below_epsilon", share, _ALL, tags=("all",))
-        else:
-            return None
-        found = found.given(eps=eps, lower_eps=min(eps / 1000, 10.0**power))
-        return found.given(usual=usual["below"], excess=self.max_below_epsilon)
+    ) -> Iterator[Verdict]:
+        share, threshold = numbers.below_epsilon, usual["below"] + self.max_below_epsilon
+        is_above = is_known and share > threshold
+        if is_above or share >= _ALL:
+            threshold, tags = (threshold, ()) if is_above else (_ALL, ("all",))
+            found = Verdict("below_epsilon", share, threshold, tensor=numbers.name, tags=tags)
+            # Adam should divide mostly by the size of the gradient: epsilon is a thousandth of it.
+            root = math.sqrt(numbers.second_moment / numbers.numel)
+            power = math.floor(math.log10(max(numbers.gradient_rms, root, 1e-30))) - 3
+            found = found.given(eps=eps, lower_eps=min(eps / 1000, 10.0**power))
+            yield found.given(usual=usual["below"], excess=self.max_below_epsilon)
 
     def _judge_zero_run(
         self, step: int, numbers: AdamNumbers, usual: dict[str, Any], beta2: float, is_silent: bool
-    ) -> Verdict | None:
+    ) -> Iterator[Verdict]:
         # Without gradients, the second moment decays by beta2 per step, except for rounding.
         left = usual["moment"] * beta2 ** max(numbers.step - usual["at"], 0)
         has_grown = numbers.second_moment > 1.001 * left
@@ -176,7 +172,7 @@ class AdamStateRule(Learning):
             usual["run"], usual["zero_from"] = 0, None
         if not numbers.is_zero:
             usual["with"] += 1
-            return None
+            return
         usual["run"] += not is_silent
         if usual["zero_from"] is None:
             usual["zero_from"] = step
@@ -190,10 +186,9 @@ class AdamStateRule(Learning):
             # with the observed rate, a run of this length has probability exp(-rate * steps).
             had_always = usual["with"] >= 3 and not usual["without"]
             is_long = had_always or math.exp(-usual["grown"] * steps / seen) < ALIVE
-        if not usual["grown"] or steps < self.zero_run_steps or not is_long:
-            return None
-        found = Verdict("zero_run", steps, self.zero_run_steps)
-        return found.given(boost=boost, limit=_boost(math.inf, beta2))
+        if usual["grown"] and steps >= self.zero_run_steps and is_long:
+            found = Verdict("zero_run", steps, self.zero_run_steps, tensor=numbers.name)
+            yield found.given(boost=boost, limit=_boost(math.inf, beta2))
 
     def _judge_stagnant(
         self, tensors: Collection[AdamNumbers], rate: float | None, is_rising: bool
@@ -212,17 +207,15 @@ class AdamStateRule(Learning):
 
     def _judge_ratio(
         self, numbers: AdamNumbers, rate: float | None, is_known: bool, knows_rate: bool
-    ) -> Verdict | None:
-        if numbers.is_zero:
-            return None
+    ) -> Iterator[Verdict]:
+        ratio, name = numbers.ratio, numbers.name
         # A schedule that begins or ends near 0 is no failure.
-        is_low = numbers.ratio < self.min_ratio and knows_rate
+        is_low = ratio < self.min_ratio and knows_rate
         is_low = is_low and (rate is None or rate > 1e-3 * self._highest_rate)
-        if not is_low and not (is_known and numbers.ratio > self.max_ratio):
-            return None
-        threshold, tags = (self.min_ratio, ("low",)) if is_low else (self.max_ratio, ())
-        found = Verdict("update_to_weight", numbers.ratio, threshold, tags=tags)
-        return found.given(least=self.min_ratio, most=self.max_ratio)
+        if not numbers.is_zero and (is_low or (is_known and ratio > self.max_ratio)):
+            threshold, tags = (self.min_ratio, ("low",)) if is_low else (self.max_ratio, ())
+            found = Verdict("update_to_weight", ratio, threshold, tensor=name, tags=tags)
+            yield found.given(least=self.min_ratio, most=self.max_ratio)
 
 
 def _boost(steps: float, beta2: float) -> float:
