@@ -85,10 +85,13 @@ def test_hooks_are_removed_after_each_step_and_validation_is_not_measured() -> N
 @pytest.mark.parametrize("plugin", [BalancedAMP, PureFP16])
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
 def test_half_precision_features_are_measured_in_fp32(plugin: Any, half: str) -> None:
-    monitor = RepresentationMonitor(every_n_steps=1)
-    make_trainer(plugin(half=half), callbacks=monitor).fit(Clip(ContrastiveLoss()))
+    monitor, model = RepresentationMonitor(every_n_steps=1), Clip(ContrastiveLoss())
+    make_trainer(plugin(half=half), callbacks=monitor).fit(model)
     (spread,) = {len(points) for n, points in monitor.history.curves.items() if "spread" in n}
     assert spread == 3
+    image, text = (F.normalize(x, dim=1) for x in model.features)
+    others = float((image @ text.T)[~torch.eye(len(image), dtype=torch.bool)].mean())
+    assert monitor.history.curves["negative_similarity"][-1][1] == pytest.approx(others, abs=1e-6)
 
 
 def test_towers_in_micro_batches_are_measured_as_one_batch() -> None:
