@@ -38,18 +38,16 @@ class NonFiniteSource:
 
 def find_source(trace: Trace, near_limit: float, scale: float | None) -> NonFiniteSource | None:
     """Return the first source of non-finite values, or `None` if all values are finite."""
-    # Submodules end before the module that contains them, so the innermost module comes first.
-    ended = sorted((c for c in trace.calls if c.ended), key=lambda c: c.ended)
     parameter = _first_bad(trace.groups["parameters"])
     if parameter is not None:
-        return _held("parameter", parameter)
-    producer, masked = _first_producer(trace, ended, near_limit)
+        return _found(trace, "parameter", ["parameter"], parameter.path, [parameter], parameter)
+    producer, masked = _first_producer(trace, near_limit)
     if producer is not None:
-        return _in_forward(trace, producer, ended, near_limit)
+        return _in_forward(trace, producer, near_limit)
     entry = _first_tainted(trace.groups["batch"])
     if entry is not None:
-        return _held("batch", entry)
-    return _outside(trace, ended, near_limit, masked) or _in_backward(trace, near_limit, scale)
+        return _found(trace, "batch", ["batch"], entry.path, [entry], entry)
+    return _outside(trace, near_limit, masked) or _in_backward(trace, near_limit, scale)
 
 
 def headroom(trace: Trace) -> float:
@@ -67,14 +65,12 @@ def headroom(trace: Trace) -> float:
 # --- the forward ---------------------------------------------------------------------------------
 
 
-def _first_producer(
-    trace: Trace, ended: list[TracedCall], near_limit: float
-) -> tuple[TracedCall | None, list[TracedCall]]:
+def _first_producer(trace: Trace, near_limit: float) -> tuple[TracedCall | None, list[TracedCall]]:
     """Return the source in the forward, and earlier calls whose -inf outputs are masks."""
     # Masked logits are -inf beside finite values far from the limit of the dtype. A mask is not an
     # error if a softmax consumes it or the surrounding module returns finite values.
     masked: list[TracedCall] = []
-    for call in ended:
+    for call in trace.ended:
         bad = [s for s in call.seen["output"] if not s.is_finite]
         given = [s for s in call.seen["input"] if not s.is_finite]
         given = [s for s in given if masked or not s.is_mask]
@@ -90,12 +86,12 @@ def _first_producer(
             return (call if is_softmax else masked[-1]), masked
     if _first_bad(trace.groups["loss"]) is None:
         return None, masked
-    return next((c for c in masked if not _is_swallowed(c, ended)), None), masked
+    return next((c for c in masked if not _is_swallowed(c, trace)), None), masked
 
 
-def _is_swallowed(masked: TracedCall, ended: list[TracedCall]) -> bool:
+def _is_swallowed(masked: TracedCall, trace: Trace) -> bool:
     """Return whether a later module turned -inf into finite values, as a softmax does."""
-    after = (c for c in ended if c.ended > masked.ended)
+    after = (c for c in trace.ended if c.ended > masked.ended)
     return any(
         _first_bad(call.seen["output"]) is None
         for call in after
@@ -103,11 +99,9 @@ def _is_swallowed(masked: TracedCall, ended: list[TracedCall]) -> bool:
     )
 
 
-def _in_forward(
-    trace: Trace, call: TracedCall, ended: list[TracedCall], near_limit: float
-) -> NonFiniteSource:
+def _in_forward(trace: Trace, call: TracedCall, near_limit: float) -> NonFiniteSource:
     inputs, outputs = call.seen["input"], call.seen["output"]
-    before = [c for c in ended if c.ended < call.ended]
+    before = [c for c in trace.ended if c.ended < call.ended]
     inside = [c for c in before if c is not call and c.name.startswith(call.inside)]
     # A module may pass its own non-finite value to a submodule, which only returns it.
     given = next((c for c in inside if _first_tainted(c.seen["input"])), None)
@@ -123,16 +117,14 @@ def _in_forward(
         keys.append("buffer")
     else:
         keys += ["inputs"] * bool(plain) + ["mask"] * bool(masks) + ["submodules"] * bool(inside)
-    mask, title = next(iter(masks), None), trace.title(call)
-    text = causes(keys, near=plain, title=title, bad=bad, call=given, buffer=buffer, mask=mask)
-    name = call.name or type(trace.root).__name__
-    return _found("forward", name, text, inputs, bad, suspects, is_root=not call.name)
+    fields = {"call": given, "buffer": buffer, "mask": next(iter(masks), None)}
+    title, name = trace.title(call), call.name
+    return _found(trace, "forward", keys, name, plain, bad, suspects, title=title, **fields)
 
 
-def _outside(
-    trace: Trace, ended: list[TracedCall], near_limit: float, masked: list[TracedCall]
-) -> NonFiniteSource | None:
+def _outside(trace: Trace, near_limit: float, masked: list[TracedCall]) -> NonFiniteSource | None:
     """Return a source in the code of the LightningModule between or after its submodules."""
+    ended = trace.ended
     inputs = {c: [s for s in c.seen["input"] if not (s.is_masked and masked)] for c in ended}
     tainted = (c for c in ended if _first_tainted(inputs[c]))
     bad_input = next((c for c in tainted if _first_bad(c.seen["output"])), None)
@@ -140,14 +132,11 @@ def _outside(
     bad = loss if bad_input is None else _first_tainted(bad_input.seen["input"])
     if bad is None:
         return None
-    root, before = type(trace.root).__name__, ended
-    if bad_input is not None:
-        before = [c for c in ended if c.ended < bad_input.ended]
+    before = [c for c in ended if bad_input is None or c.ended < bad_input.ended]
     outputs = [s for c in before for s in c.seen["output"] if s.is_finite]
     suspects = _suspects_before(trace, before, None, near_limit)
     keys = ["outside_passed" if bad_input else "outside", *["outputs"] * bool(outputs)]
-    text = causes(keys, near=outputs, root=root, bad=bad, call=bad_input)
-    return _found("forward", root, text, outputs, bad, suspects, is_root=True)
+    return _found(trace, "forward", keys, "", outputs, bad, suspects, call=bad_input)
 
 
 # --- the backward --------------------------------------------------------------------------------
@@ -158,7 +147,7 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> NonFin
     producers = [c for c in reached if _makes_gradient(trace, c)]
     # The input gradient of a module comes after the input gradients of all its submodules.
     producer = min(producers, key=lambda c: c.left or c.reached, default=None)
-    root, gradients = type(trace.root).__name__, trace.groups["gradients"]
+    gradients = trace.groups["gradients"]
     keys = ["backward" if scale is None else "backward_scaled"]
     if producer is None:
         outputs = (s for c in reached for s in c.seen["grad_output"])
@@ -166,7 +155,7 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> NonFin
         if first_bad is None:
             return None
         bad, came, suspects = first_bad, trace.groups["loss"], []
-        title = f"The loss computation in `training_step` of the root `{root}`"
+        title = f"The loss computation in `training_step` of the root `{type(trace.root).__name__}`"
         keys.append("backward_of_loss")
     else:
         came, own = producer.seen["grad_output"], producer.own(gradients)
@@ -176,9 +165,8 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> NonFin
         keys += [*["output_gradient"] * bool(came), where]
         earlier = [c for c in reached if c.reached <= producer.reached]
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
-    text = causes(keys, near=came, title=title, bad=bad, scale=scale)
-    name = "" if producer is None else producer.name
-    finding = _found("backward", name or root, text, came, bad, suspects, is_root=not name)
+    name, fields = "" if producer is None else producer.name, {"title": title, "scale": scale}
+    finding = _found(trace, "backward", keys, name, came, bad, suspects, **fields)
     # Autocast casts gradients of fp32 weights to fp32 after they have overflowed in fp16.
     narrow = min((*came, bad), key=lambda s: s.limit)
     return replace(finding, dtype=narrow.dtype_name, limit=narrow.limit)
@@ -195,30 +183,30 @@ def _makes_gradient(trace: Trace, call: TracedCall) -> bool:
 
 
 def _found(
+    trace: Trace,
     source: Source,
+    keys: Sequence[str],
     name: str,
-    text: str,
-    went_in: list[Seen],
+    near: Sequence[Seen],
     bad: Seen,
     suspects: Sequence[tuple[str, str]] = (),
-    is_root: bool = False,
+    **fields: object,
 ) -> NonFiniteSource:
+    """Return a source with its description; without a name, it is code of the root module."""
+    root = type(trace.root).__name__
+    text = causes(keys, near=near, bad=bad, root=root, **fields)
     listed = "; ".join(f"`{name}` ({words})" for name, words in suspects)
     return NonFiniteSource(
         source=source,
-        name=name,
+        name=name or root,
         text=f"{text} {CAUSES['suspects'].format(listed=listed)}" if suspects else text,
         dtype=bad.dtype_name,
         is_nan=bad.nan > 0,
-        amax=max((s.amax for s in went_in), default=0.0),
+        amax=max((s.amax for s in near), default=0.0),
         limit=bad.limit,
         suspects=tuple(suspect for suspect, _ in suspects),
-        is_root=is_root,
+        is_root=not name,
     )
-
-
-def _held(source: Source, bad: Seen) -> NonFiniteSource:
-    return _found(source, bad.path, CAUSES[source].format(bad=bad), [bad], bad)
 
 
 def _first_bad(seen: Iterable[Seen]) -> Seen | None:

@@ -98,6 +98,8 @@ class Trace:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.calls: list[TracedCall] = []
+        # Submodules end before the module that contains them, so the innermost module comes first.
+        self.ended: list[TracedCall] = []
         self.groups: dict[str, list[Seen]] = defaultdict(list)  # tensors that belong to no call
         self._seen: list[Seen] = []
         self._rows: list[Tensor] = []  # statistics of `_seen`, on the device
@@ -147,6 +149,7 @@ class Trace:
         outputs = list(named_tensors(output))
         call.seen["output"] = self._take(outputs)
         call.ended = next(self._clock)
+        self.ended.append(call)
         for path, tensor in outputs:
             self._catch(call, "grad_output", path, tensor)
 
