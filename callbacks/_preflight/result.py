@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,11 +45,6 @@ class Remedy:
             or (kind == "fp32_modules" and any(name.startswith(f"{m}.") for m in self.fp32_modules))
             for kind, name in other.names
         )
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the remedy changes nothing."""
-        return all(getattr(self, each.name) in ((), None) for each in fields(self))
 
 
 @dataclass(frozen=True)

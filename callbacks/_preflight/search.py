@@ -109,7 +109,7 @@ def cheapest_remedy(trials: _Trials, found: Preflight) -> Preflight:
     for other in (Remedy(half=half) for half in trials.runs.other_halves()):
         if ratio >= MATTERS and (ratio_of_other := trials.ratio(other)) < MATTERS:
             remedy, ratio = other, ratio_of_other
-    if remedy.is_empty:
+    if remedy == Remedy():
         return found
     used = {op: callers[op] for op in remedy.fp32_ops if op in callers}
     return replace(found, remedy=remedy, mended=ratio, callers=used)
@@ -141,7 +141,7 @@ def _reduced(trials: _Trials, remedy: Remedy, ratio: float) -> tuple[Remedy, flo
     """Remove the parts of a remedy that are not needed."""
     for each in remedy.names if len(remedy.names) > 1 else ():
         less = Remedy.of([other for other in remedy.names if other != each])
-        if not less.is_empty and (found := trials.ratio(less)) < MATTERS:
+        if less.names and (found := trials.ratio(less)) < MATTERS:
             remedy, ratio = less, found
     return remedy, ratio
 
