@@ -27,9 +27,6 @@ def preflight(config: list[str] | None = None, steps: int = 4, dirpath: str | No
             callback=callback,
             num_sanity_val_steps=0,
             limit_val_batches=0,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
     except (OSError, ValueError) as error:
         raise SystemExit(f"lightning-mp preflight: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -156,7 +157,8 @@ def _state_bytes_of_one(
     mode: AbstractContextManager[object],
 ) -> int:
     optimizer.state.clear()  # states of the previous shape
-    with mode:
+    with mode, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # SafeAdamW
         param = nn.Parameter(torch.zeros(shape, dtype=dtype))
         param.grad = torch.zeros_like(param)
         optimizer.param_groups = [{**group, "params": [param]}]

@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import ContrastiveLoss
+from lightning_mp import ContrastiveLoss, SafeAdamW
 from lightning_mp.cli import main
 from lightning_mp.plan.config import subject_of_config
 
@@ -44,11 +44,14 @@ class WithoutLoader(WithLoader):
 
 
 class WithCopies(WithLoader):
-    """Copies a layer, as `nn.TransformerEncoder` does."""
+    """Copies a layer, as `nn.TransformerEncoder` does; its optimizer reads addresses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.visual = nn.Sequential(self.visual, copy.deepcopy(nn.Linear(8, 8)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SafeAdamW(self.parameters())
 
 
 def config(folder: Path, model: type) -> str:

@@ -136,7 +136,12 @@ def test_command_prints_settings_that_remedy_the_error(
             "init_args": {"weak": "cancellation"},
         },
         "data": {"class_path": "tests.preflight.models.Sentences"},
-        "trainer": {"plugins": [{"class_path": "BalancedAMP"}], "max_steps": 2, "logger": False},
+        "trainer": {
+            "plugins": [{"class_path": "BalancedAMP"}],
+            "callbacks": [{"class_path": "ModelCheckpoint"}, {"class_path": "TQDMProgressBar"}],
+            "max_steps": 2,
+            "logger": False,
+        },
     }
     path = tmp_path / "run.yaml"
     monkeypatch.chdir(tmp_path)
@@ -157,7 +162,7 @@ def test_command_prints_settings_that_remedy_the_error(
     assert "is safe for this model" in run("preflight", "--config", str(pasted))
     config["trainer"].update(yaml.safe_load(pasted.read_text())["trainer"])
     assert "is safe for this model" in run("preflight")
-    config["trainer"].update(enable_checkpointing=False, enable_progress_bar=False)
+    config["trainer"].update(enable_checkpointing=False, enable_progress_bar=False, callbacks=[])
     run("fit")
 
 
