@@ -64,14 +64,12 @@ def error_of(whole: Run, half: Run, noise: dict[str, float]) -> tuple[float, str
         for name, g in whole.gradients.items()
         if noise.get(name, 0.0) > 0 and sizes[name] > least
     }
-    worst = max(ratios, key=ratios.__getitem__, default="")
-    return ratios.get(worst, 0.0), worst
+    return max(((ratio, name) for name, ratio in ratios.items()), default=(0.0, ""))
 
 
 def _noise(runs: Runs, whole: Run) -> dict[str, float]:
     """Return the relative difference of each gradient between the two halves of the batch."""
-    tree = open_tree(runs.batch)
-    rows = rows_of(runs.batch) or 0
+    tree, rows = open_tree(runs.batch), rows_of(runs.batch) or 0
     if rows < 2:
         return {}
 
@@ -85,6 +83,9 @@ def _noise(runs: Runs, whole: Run) -> dict[str, float]:
     half, order = rows // 2, [*range(rows)]
     first, second = gradients(order[:half]), gradients(order[half : 2 * half])
     noise = {name: relative(second[name], g) for name, g in first.items() if name in second}
+    # The noise of a single number, as of a logit scale, may be small by chance.
+    single = [name for name, value in noise.items() if value > 0 and first[name].numel() == 1]
+    noise |= {name: max(noise[name], median(noise.values())) for name in single}
     # Another order of rows changes only rounding. A gradient that then changes is pure rounding
     # error, for example of a bias before BatchNorm, unless the order of rows has a meaning.
     turned = gradients(order[::-1])

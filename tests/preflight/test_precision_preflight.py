@@ -5,8 +5,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_mp import PrecisionPreflight
 from tests.preflight.models import Sentences, trainer
@@ -37,6 +39,44 @@ def test_errors_are_within_ulps_of_the_dtype() -> None:
             assert 2.0**-14 < each.output < 2.0**-10
             assert 4 < by_path[each.path].output / each.output < 16
             assert each.handed >= each.output / 2
+
+
+class Gain(pl.LightningModule):
+    """A network times one number, whose gradients of both halves of the batch are nearly equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
+        x, y = torch.randn(64, 32), 0.1 * torch.randn(64)
+        with torch.no_grad():
+            output = self.net(x)[:, 0]
+        gradients, halves = (output - y) * output, ([], [])  # type: ignore[var-annotated]
+        for row in gradients.abs().argsort(descending=True).tolist():
+            open_halves = [half for half in halves if len(half) < 32]
+            sign = 1 if gradients[row] > 0 else -1
+            min(open_halves, key=lambda h: sign * float(gradients[h].sum())).append(row)
+        first, second = (float(gradients[half].sum()) for half in halves)
+        assert abs(first - second) < 2.0**-8 * abs(first)  # below the rounding of bf16
+        rows = halves[0] + halves[1]
+        self.batches = [(x[rows], y[rows])]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.gain * self.net(batch[0]).float()[:, 0], batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def test_single_number_with_equal_gradients_in_both_halves_is_clean() -> None:
+    callback = PrecisionPreflight(steps=1, stops=True)
+    trainer("BalancedAMP bf16", callback).fit(Gain())
+    assert callback.result is not None
+    assert callback.result.is_clean, callback.text
 
 
 class Records(pl.Callback):
