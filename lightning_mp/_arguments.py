@@ -36,8 +36,10 @@ def typed_as(function: _Function) -> Callable[[Any], _Function]:
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
-    """Return the closest match for `name` among `names`, if there is one."""
-    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
+    """Return the closest match for `name` among `names`, or the only one with all its words."""
+    longer = [each for each in names if {*name.split("_")} < {*each.split("_")}]
+    near = difflib.get_close_matches(name, names, n=1) or longer
+    return near[0] if len(near) == 1 else None
 
 
 def explains_arguments(
@@ -48,9 +50,8 @@ def explains_arguments(
 ) -> Callable[[_Class], _Class]:
     """Decorate a class: its constructor raises errors that explain invalid names and values.
 
-    Python's own error for `BalancedAMP("bf16")` is "`__init__` takes 1 positional argument but 2
-    were given", and a misspelt keyword in `**kwargs` for DDP is not found before training starts.
-    The class keeps its signature, which LightningCLI reads. Subclasses may have another signature.
+    Python's own error for `BalancedAMP("bf16")` does not name `half`, and a misspelt keyword for
+    DDP is found when training starts. The class keeps its signature, which LightningCLI reads.
 
     Args:
         checks: Checks for a `ValueTable`. Checks of base classes apply to arguments of equal name.

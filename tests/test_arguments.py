@@ -100,6 +100,9 @@ def test_error_for_positional_argument_shows_its_value(name: str) -> None:
         ),
         ("SafeAdamW", [], {}, "`params` is missing. Pass `params=...`."),
         ("InfCLStrategy", [], {"module": 1}, "It takes no `module`"),
+        ("ContrastiveRecall", [], {"k": 5}, "It takes no `k`. Did you mean `top_k`?"),
+        ("AdamStateMonitor", [], {"every": 10}, "Did you mean `every_n_steps`?"),
+        ("SafeAdamW", [PARAMETERS], {"learning_rate": 0.1}, "Pass it as `lr`."),
     ],
 )
 def test_error_message_contains_the_hint(

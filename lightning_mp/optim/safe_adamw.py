@@ -33,7 +33,7 @@ __all__ = ["SafeAdamW"]
 _MACHINE_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
-@explains_arguments(checks=CHECKS)
+@explains_arguments(checks=CHECKS, hints={"learning_rate": "Pass it as `lr`."})
 class SafeAdamW(Optimizer):
     r"""AdamW that is safe on half-precision weights: fp32 states, fp32 math, no lost updates.
 
