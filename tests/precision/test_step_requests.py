@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.optim import SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW
 
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
 from tests.precision.models import Regression, fit, loader
@@ -56,6 +56,17 @@ def test_requested_skip_of_an_overflow_counts_as_overflow() -> None:
     trainer = fit(model, plugin, loader(5), callbacks=[Skip(2)])
     assert (plugin.scaler.skipped_steps, plugin.scaler.scale) == (1, 128.0)
     assert trainer.global_step == 4
+
+
+def test_request_after_the_first_evaluation_of_a_step_of_lbfgs_is_ignored() -> None:
+    """LBFGS has changed weights by then, and cannot continue after an error in its step."""
+    weights = []
+    for callbacks in ([], [Skip(2)]):
+        model = Regression(make_optimizer=lambda p: LBFGS(p, lr=0.1, max_iter=4))
+        trainer = fit(model, BalancedAMP(half="bf16"), loader(3), callbacks=callbacks)
+        assert trainer.global_step == 3
+        weights.append(model.weights[-1])
+    assert torch.equal(*weights)
 
 
 class _StepsByHand(Regression):

@@ -255,21 +255,22 @@ class ScaledPrecision(Precision, ForLightning):
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Closure, **kwargs: Any
     ) -> Any:
         """Step without a scaler: the optimizer calls the closure, possibly several times."""
-        result: Any = None
+        results: list[Any] = []
 
         def run() -> Any:
-            nonlocal result
-            result = self._wrap_closure(model, optimizer, closure)
-            if not self._decide(optimizer, None):
+            results.append(self._wrap_closure(model, optimizer, closure))
+            if len(results) > 1:  # a skip would not undo what LBFGS has changed since the first
+                self._skip_request = None
+            elif not self._decide(optimizer, None):
                 raise _SkipStep
-            return result
+            return results[-1]
 
         try:
             with self._step_of(optimizer):
                 return optimizer.step(closure=run, **kwargs)
         except _SkipStep:
             hold_global_step(model)
-            return result
+            return results[-1]
 
     _steps_in_place = True
     """Whether optimizers step the parameters of the model directly."""

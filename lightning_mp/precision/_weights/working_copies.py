@@ -123,8 +123,7 @@ class WorkingCopies:
         self._is_attached = False
         self._undo.close()
         self._ledger.entries.clear()
-        self._kept.clear()
-        self._writing.clear()
+        self._kept, self._writing = set(), set()
 
     def bytes_held(self) -> int:
         """Return the size of all copies in bytes."""
