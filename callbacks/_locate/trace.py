@@ -55,7 +55,6 @@ class Seen:
 
     @property
     def kind(self) -> str:
-        """The kinds of non-finite values in the tensor."""
         if self.nan and self.inf:
             return "NaN and inf"
         return "NaN" if self.nan else "inf"

@@ -23,7 +23,6 @@ _LEFT, _WIDTH, _HEIGHT = 330, 560, 20  # width of names and axis, height of a ro
 
 
 def verdict_in_words(found: Preflight, plugin: str) -> str:
-    """Return the result in one or two sentences."""
     half = _NAMES[found.half]
     if found.is_clean:
         return (
@@ -80,7 +79,6 @@ def table_of(found: Preflight) -> str:
 
 
 def head_of(found: Preflight) -> tuple[str, ...]:
-    """Return the head of the table of modules."""
     mended = () if found.mended is None else ("with settings",)
     errors = ("module", "own error", "of gradients", "in the run")
     return (*errors, *mended, "largest output", "underflow", "subnormal")

@@ -31,7 +31,6 @@ class Remedy:
 
     @classmethod
     def of(cls, names: Sequence[tuple[str, str]]) -> "Remedy":
-        """Return the remedy with these arguments and values."""
         lists: Any = {kind: tuple(n for k, n in names if k == kind) for kind, _ in names}
         return cls(**lists)
 
@@ -64,7 +63,6 @@ class ModuleError:
 
     @property
     def own(self) -> float:
-        """The larger error of the module alone."""
         return max(self.output, self.gradient)
 
 
@@ -89,17 +87,14 @@ class Preflight:
 
     @property
     def is_clean(self) -> bool:
-        """Whether no error matters."""
         return self.ratio < MATTERS and not self.stagnates
 
     @property
     def stagnates(self) -> bool:
-        """Whether the share of stagnant weights matters."""
         return self.stagnant >= STAGNANT
 
     @property
     def is_mended(self) -> bool:
-        """Whether no error matters with the remedy."""
         return self.mended is not None and self.mended < MATTERS
 
     @property

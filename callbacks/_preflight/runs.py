@@ -83,7 +83,6 @@ class Runs:
         self.scale = float(loss_scale_of(trainer) or 1.0)  # the current loss scale
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the submodules of the model."""
         return ((path, each) for path, each in self.module.named_modules() if path)
 
     def is_most(self, path: str) -> bool:
@@ -298,7 +297,6 @@ def _is_plain_data(value: Any) -> bool:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """Return the first floating-point tensor of an output."""
     return next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)
 
 

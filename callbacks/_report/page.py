@@ -73,7 +73,6 @@ def report_page(data: dict[str, Any]) -> str:
 
 
 def asset(name: str) -> str:
-    """Return a template, style or script of the pages."""
     return files("lightning_mp.callbacks._report").joinpath(name).read_text(encoding="utf-8")
 
 

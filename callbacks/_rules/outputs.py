@@ -32,7 +32,6 @@ class LogitRule(GrowthRule):
     def judge(
         self, kind: str, name: str, step: int, value: float, limit: float = math.inf
     ) -> Verdict | None:
-        """Add a sample of a tensor and return a verdict."""
         key = f"{kind}:{name}"
         kept = self._samples[key] = [*self._samples.get(key, []), value][-_KEPT:]
         usual, grown = statistics.median(kept[:_FIRST]), statistics.median(kept[-_FIRST:])

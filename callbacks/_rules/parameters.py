@@ -52,7 +52,6 @@ class ParameterRule(Learning):
     _outside: dict[str, int] = field(default_factory=dict, init=False)
 
     def judge(self, step: int, parameters: Sequence[ParameterNumbers]) -> list[Verdict]:
-        """Add a sample of the parameters of one optimizer and return verdicts."""
         verdicts = [*self._untrained(step, parameters), *self._vanishing(parameters)]
         for each in parameters:
             verdicts += self._size(each)

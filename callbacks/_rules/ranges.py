@@ -114,11 +114,9 @@ class GrowthRule(Learning):
     _growth: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False)
 
     def add(self, name: str, step: int, bits: float) -> None:
-        """Add the finite headroom of a tensor at a step."""
         self._growth[name] = [*self._growth.get(name, []), (step, bits)][-_NEWEST:]
 
     def is_trend(self, name: str) -> bool:
-        """Return whether the headroom has a significant trend."""
         return self._line(self._growth.get(name, [])) is not None
 
     def overflow_step(self, name: str, left: float = 0.0) -> int | None:

@@ -94,7 +94,6 @@ class BatchKeeper:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in the output of `training_step`."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) and loss.is_floating_point() else None
 

@@ -72,7 +72,6 @@ def is_sharded(trainer: pl.Trainer) -> bool:
 
 
 def is_fp16(trainer: pl.Trainer) -> bool:
-    """Return whether the plugin computes in fp16."""
     # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
     return str(trainer.precision_plugin.precision).startswith("16")
 
