@@ -267,6 +267,7 @@ class GradientCache:
             expected=self._expected_rows,
         )
         call = TowerCall(self._config, tower, function, arguments, self._declared, self._known[key])
+        call.trained.refuse = functools.partial(self._refuse_stored, name)
         rows = self._config.micro_batch_size
         was_in_a_tower, self._in_a_tower = self._in_a_tower, True
         try:
@@ -351,6 +352,16 @@ class GradientCache:
                     "`.data`. If only nondeterministic kernels differ, pass a larger "
                     "`replay_tolerance`, or `inf` to skip the comparison."
                 )
+
+    def _refuse_stored(self, tower: str, *_: Any) -> None:
+        if self._in_a_tower:  # a replay may share weights that the first run computed and stored
+            return
+        raise RuntimeError(
+            f"The loss uses a tensor that the tower `{tower}` computed but did not return, such as "
+            "an attribute or what a hook stored. It belongs to the last micro-batch, so its "
+            "gradients would miss all other rows. Return the tensor from the tower; a mean over "
+            "rows is declared as `roles={'name': 'mean'}`. Or detach it."
+        )
 
     def _warn_about_unused_outputs(self, tower: str, replayed: Replayed) -> None:
         unused = sum(replayed.unused.values())

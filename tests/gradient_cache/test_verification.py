@@ -237,8 +237,40 @@ def test_functional_call_of_a_tower_raises_in_the_backward() -> None:
     model, cache = Served(), make_cache()
     with _serving(cache, model):
         features = _functional(model.tower, torch.randn(7, 4))
-    with pytest.raises(RuntimeError, match="in its replay that it did not train in its call"):
+    with pytest.raises(RuntimeError, match="trains other tensors in its replay than in its call"):
         features.sum().backward()
+
+
+class Detaches(nn.Module):
+    """Detaches its activations if a flag is set, and stores an auxiliary loss."""
+
+    is_detached = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = self.first(batch)
+        self.auxiliary = hidden.square().mean()
+        return self.second(hidden.detach() if self.is_detached else hidden)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_flag_that_changes_what_trains_before_the_backward_raises(before: bool) -> None:
+    tower = Detaches()
+    tower.is_detached = before
+    features = make_cache().call(tower, torch.randn(7, 4))
+    tower.is_detached = not before  # the outputs of the replay are equal
+    with pytest.raises(RuntimeError, match="`Detaches` trains other tensors in its replay"):
+        features.sum().backward()
+
+
+def test_loss_of_a_stored_tensor_raises() -> None:
+    tower = Detaches()
+    features = make_cache().call(tower, torch.randn(7, 4))
+    with pytest.raises(RuntimeError, match="tower `Detaches` computed but did not return"):
+        (features.sum() + tower.auxiliary).backward()
 
 
 @pytest.mark.slow

@@ -193,6 +193,22 @@ class WithCheckpoints(OddCLIP):
         self.visual = Checkpointed(reentrant)
 
 
+class StartsAtALeaf(Checkpointed):
+    """Makes the output of a frozen layer a leaf, as `enable_input_require_grads` does."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(reentrant)
+        self.first.requires_grad_(False)
+        self.first.register_forward_hook(lambda module, args, out: out.requires_grad_())
+
+
+class WithLeaves(OddCLIP):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.visual, self.text = StartsAtALeaf(True), StartsAtALeaf(False)
+
+
 class Rotary(nn.Module):
     """Buffers that grow, are expanded, count calls, or never change."""
 
@@ -303,6 +319,7 @@ ODD: dict[str, Any] = {
     "frozen with an adapter": FrozenWithAdapter,
     "reentrant checkpoint": lambda: WithCheckpoints(True),
     "checkpoint": lambda: WithCheckpoints(False),
+    "activations as leaves": WithLeaves,
     "buffers": WithBuffers,
     "hooks": Hooked,
     "optimizer in backward": StepsInBackward,

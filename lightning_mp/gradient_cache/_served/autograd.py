@@ -1,5 +1,6 @@
 """Finds the leaves of graphs, sums their gradients, and attaches the replay to the graph."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -30,11 +31,14 @@ class Graph(NamedTuple):
     goes_outside: bool
 
 
-def explore_graph(roots: Iterable[Tensor], since: int) -> Graph:
+def explore_graph(
+    roots: Iterable[Tensor], since: int, refuse: Callable[..., None] | None = None
+) -> Graph:
     """Traverse the graph of outputs whose nodes are numbered from `since` on, and describe it.
 
     `module.parameters()` would not do: a hook may use an adapter, an attribute may hold a prompt,
-    and a precision plugin may make a module compute with copies of its parameters.
+    and a precision plugin may make a module compute with copies of its parameters. Later backwards
+    through a node that leads to a leaf call `refuse`.
     """
     # Hold all nodes: Python may create a second object for a node whose first object was freed.
     seen: set[Any] = {root.grad_fn for root in roots if root.grad_fn is not None}
@@ -49,10 +53,16 @@ def explore_graph(roots: Iterable[Tensor], since: int) -> Graph:
             leaves[id(node.variable)] = node.variable
             continue
         # torch and other libraries use this name.
-        is_reentrant |= node.name().startswith("CheckpointFunction")
+        hides_leaves = node.name().startswith("CheckpointFunction")
+        is_reentrant |= hides_leaves
         # Autograd numbers nodes in the order of their creation.
-        goes_outside |= node._sequence_nr() < since
-        following = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        is_older = node._sequence_nr() < since
+        goes_outside |= is_older
+        parents = {parent for parent, _ in node.next_functions if parent is not None}
+        ends = hides_leaves or any(hasattr(parent, "variable") for parent in parents)
+        if refuse is not None and ends and not is_older:
+            node.register_prehook(refuse)
+        following = parents - seen
         nodes.extend(following)
         seen |= following
     return Graph(leaves, is_reentrant, goes_outside)
@@ -68,6 +78,13 @@ class TrainedLeaves:
     def __init__(self, tower: str, module: nn.Module | None, unsharded: set[int] | None) -> None:
         self._tower, self._module, self._unsharded = tower, module, unsharded
         self.leaves: dict[int, Tensor] = {}
+        self.refuse: Callable[..., None] | None = None
+        """Called before a backward through the graph of a first run."""
+        # Leaves that may belong to the graph of one micro-batch, such as an embedding that
+        # `enable_input_require_grads` turns into a leaf.
+        self._new: dict[int, weakref.ref[Tensor]] = {}
+        self.freed: set[int] = set()
+        """Identities of leaves that were freed with the graph of their micro-batch."""
         self.is_reentrant = False
         self.goes_outside = False
         # All nodes created from here on are part of a micro-batch.
@@ -83,7 +100,8 @@ class TrainedLeaves:
 
     def note(self, roots: Iterable[Tensor], inputs: Iterable[Tensor]) -> frozenset[int]:
         """Record the leaves that a micro-batch trains besides its inputs, and return their ids."""
-        graph = explore_graph(roots, self._since)
+        self.settle()
+        graph = explore_graph(roots, self._since, self.refuse)
         self._since = sequence_number()
         leaves = dict(graph.leaves)
         for tensor in inputs:
@@ -94,29 +112,47 @@ class TrainedLeaves:
         for key, leaf in leaves.items():
             # FSDP itself sums the gradients of the parameters that it gathers.
             is_gathered = self._unsharded is not None and key not in self._unsharded
-            if not (is_gathered and isinstance(leaf, nn.Parameter)):
+            if not isinstance(leaf, nn.Parameter):
+                self._new[key] = weakref.ref(leaf)
+            elif not is_gathered:
                 self.leaves[key] = leaf
         self.is_reentrant |= graph.is_reentrant
         self.goes_outside |= graph.goes_outside
         return frozenset(leaves)
 
+    def settle(self) -> None:
+        """Keep the leaves that outlive the graph of the latest micro-batch."""
+        for key, reference in self._new.items():
+            leaf = reference()
+            if leaf is None:
+                self.freed.add(key)
+            else:
+                self.leaves[key] = leaf
+        self._new = {}
+
     def gradients(
         self,
+        outputs: Sequence[Tensor],
         roots: Sequence[Tensor],
         cotangents: Sequence[Tensor],
         inputs: Sequence[Tensor],
         known: frozenset[int],
     ) -> Sequence[Tensor | None]:
         """Return the gradients of a replay for its inputs and then for all leaves of the call."""
-        leaves = explore_graph(roots, 0).leaves
-        unexpected = set(leaves) - known - {id(tensor) for tensor in inputs}
-        if unexpected:
+        leaves = explore_graph(outputs, 0).leaves
+        # With equal outputs, too: a flag of the tower may detach activations.
+        changed = set(leaves) - known - {id(tensor) for tensor in inputs}
+        if self.freed:
+            changed = {key for key in changed if isinstance(leaves[key], nn.Parameter)}
+        if not self.is_reentrant:
+            changed |= known - set(leaves) - self.freed
+        if changed:
             raise RuntimeError(
-                f"The tower `{self._tower}` trains a tensor of shape "
-                f"{list(leaves[min(unexpected)].shape)} in its replay that it did not train in its "
-                "call. Parameters must not be replaced before the backward: do not call a tower "
-                "inside `torch.func.functional_call`, and do not swap its parameters while its "
-                "gradients are cached."
+                f"The tower `{self._tower}` trains other tensors in its replay than in its call. "
+                "What decides which tensors train must not change between the call and the "
+                "backward: pass flags as arguments of the tower instead of setting attributes, "
+                "change `requires_grad` and adapters after the backward, and do not call a tower "
+                "inside `torch.func.functional_call`."
             )
         return grad_without_side_effects(
             roots,

@@ -130,8 +130,8 @@ class TowerCall:
             roots = [x for x in outputs if x.requires_grad]
             del returned, outputs
             if roots:
-                known = trained.note(roots, inputs)
-                trained.gradients(roots, [torch.zeros_like(x) for x in roots], inputs, known)
+                known, zeros = trained.note(roots, inputs), [torch.zeros_like(x) for x in roots]
+                trained.gradients(roots, roots, zeros, inputs, known)
         set_reduction(self.sharded, True)
         return size
 
@@ -189,7 +189,7 @@ class TowerCall:
                 sketches = [Sketch(x) for x in opened.tensors if torch.is_grad_enabled()]
                 known = self.trained.note(opened.tensors, inputs)
                 self._first_runs.append(_FirstRun(rng, known, sketches))
-                del args, kwargs, returned, inputs, opened  # frees the graph now
+                del args, kwargs, leaves, returned, inputs, opened  # frees the graph now
         except SharedWriteError as error:
             raise RuntimeError(
                 f"The tower `{self.tower}` writes in place to "
@@ -197,9 +197,11 @@ class TowerCall:
                 "only some micro-batches write to. Write to a copy instead, such as `x = x * 2` "
                 "instead of `x.mul_(2)`."
             ) from None
+        self.trained.settle()
         self._buffers.commit()
-        self.trains = self._first_runs[-1].trained  # identities of leaves
-        if self.sharded and any(run.trained - self.trains for run in self._first_runs):
+        freed = self.trained.freed
+        self.trains = self._first_runs[-1].trained - freed  # identities of leaves
+        if self.sharded and any(run.trained - self.trains - freed for run in self._first_runs):
             raise RuntimeError(
                 f"The sharded tower `{self.tower}` trains parameters in some micro-batches that "
                 "the last micro-batch does not train. Gradients are reduced with the last "
@@ -244,13 +246,13 @@ class TowerCall:
                         grads.append(
                             self.outputs.micro_batch_cotangent(index, cotangent, rows, tensor)
                         )
-                del args, kwargs, returned, opened
+                del args, kwargs, returned
                 if not roots:
                     continue
                 # Gradients are reduced once, when they are complete.
                 if to_reduce and first_run is self._first_runs[-1]:
                     set_reduction(to_reduce, True)
-                gradients = self.trained.gradients(roots, grads, inputs, first_run.trained)
+                gradients = self.trained.gradients(opened, roots, grads, inputs, first_run.trained)
                 sums.add(gradients[len(inputs) :])
                 if inputs:
                     self._add_input_grads(input_grads, gradients, rows)
