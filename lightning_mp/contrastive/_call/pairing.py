@@ -30,6 +30,11 @@ class Pairing(NamedTuple):
     images_e: Tensor
     texts_e: Tensor
 
+    def off_diagonal(self) -> tuple[Tensor, Tensor]:
+        """Return the images and texts of positive pairs other than text i of image i."""
+        is_other_e = (self.images_e != self.texts_e) | (self.images_e >= self.matched)
+        return self.images_e[is_other_e], self.texts_e[is_other_e]
+
     def restore(self, gradients: list[Tensor | None]) -> None:
         """Return the gradients of a request's inputs to the original order, in place."""
         orders = (self.image_order, self.text_order, None, None, self.image_order)

@@ -30,10 +30,10 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
     image_bD, text_nD = plan.request.image, plan.request.text
     largest = LargestNegatives(plan) if plan.statistics else None
     weights_b = _weights(plan)
-    totals_2, d_image_bD, d_text_nD = _swept(plan, weights_b, largest)
+    totals_2, d_image_bD, d_text_nD = _negatives(plan, weights_b, largest)
     own_b = plan.scale.new_ones(len(image_bD)) if weights_b is None else weights_b
-    _add_positives(plan, own_b, totals_2, d_image_bD, d_text_nD)
-    d_scale, d_negatives_bkD = _add_negatives(plan, own_b, totals_2, d_image_bD)
+    _add_further_positives(plan, own_b, totals_2, d_image_bD, d_text_nD)
+    d_scale, d_negatives_bkD = _add_own_negatives(plan, own_b, totals_2, d_image_bD)
     q = plan.matched
     pos_b = row_dots(image_bD[:q], text_nD[:q], plan.state).mul_(plan.scale).add_(plan.bias)
     # A positive of +inf is an overflow, not a loss of 0.
@@ -77,7 +77,7 @@ def _weights(plan: Plan) -> Tensor | None:
     return plan.weights_b * (plan.pairs / total.masked_fill(total == 0, 1))
 
 
-def _swept(
+def _negatives(
     plan: Plan, weights_b: Tensor | None, largest: LargestNegatives | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the negatives' part of loss and `sum dL/dS`, and of the towers' gradients, times B."""
@@ -102,7 +102,7 @@ def _swept(
     return totals_2, d_image_bD, None if d_text is None else d_text.result()
 
 
-def _add_positives(
+def _add_further_positives(
     plan: Plan,
     own_b: Tensor,
     totals_2: Tensor,
@@ -118,9 +118,7 @@ def _add_positives(
     if pairing is None:
         return
     # The sweep masks text i of image i, but not its other positives.
-    is_extra_e = pairing.images_e != pairing.texts_e
-    is_extra_e |= pairing.images_e >= pairing.matched
-    images_e, texts_e = pairing.images_e[is_extra_e], pairing.texts_e[is_extra_e]
+    images_e, texts_e = pairing.off_diagonal()
     image_eD, text_eD = request.image[images_e], request.text[texts_e]
     logits_e = row_dots(image_eD, text_eD, plan.state) * plan.scale + plan.bias
     own_e = own_b[images_e]
@@ -132,7 +130,7 @@ def _add_positives(
         add_rows(d_text_nD, texts_e, weights_e1 * image_eD.to(dtype))
 
 
-def _add_negatives(
+def _add_own_negatives(
     plan: Plan, own_b: Tensor, totals_2: Tensor, d_image_bD: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Add `negatives` of an image; return their part of `B dL/dscale`, and their gradient."""
