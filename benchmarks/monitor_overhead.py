@@ -78,7 +78,7 @@ class Stopwatch(pl.Callback):
         if step == self.first:
             # Drops the times of the warm-up, which contain compilation and first allocations.
             durations.clear()
-            # Otherwise a collection of the objects of the set-up, 0.2 s, could be timed.
+            # Otherwise a collection of the objects of the set-up could be timed.
             gc.collect()
             self.seconds = -timer()
         elif step == self.last:

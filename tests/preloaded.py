@@ -1,7 +1,7 @@
 """What the fork server of `processes.py` imports and computes once for all ranks.
 
-A forked rank otherwise spends up to a second on imports, and on copies of the memory pages to which
-a first look-up in a table or a first garbage collection writes.
+A forked rank otherwise spends time on imports, and on copies of the memory pages to which a first
+look-up in a table or a first garbage collection writes.
 """
 
 import collections.abc

@@ -57,6 +57,6 @@ def _run_rank(
         timeout=timedelta(seconds=60),
     )
     result = function(rank, *args)
-    torch.save(result, Path(folder) / str(rank))  # ten times faster than `pickle` with tensors
+    torch.save(result, Path(folder) / str(rank))  # faster than `pickle` with tensors
     dist.barrier()  # otherwise ranks may abort when the first rank exits
     dist.destroy_process_group()

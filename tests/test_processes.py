@@ -1,4 +1,4 @@
-"""Ranks inherit what the fork server imports; each rank would otherwise need a second for it."""
+"""Ranks inherit what the fork server imports; each rank would otherwise import it again."""
 
 import gc
 import sys

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks._step.recorder import recorder_of
-from lightning_mp.callbacks._step.training_state import is_fused, scaler_of
+from lightning_mp.callbacks._step.training_state import scaler_of
 from lightning_mp.callbacks._words.usage import usage
-from lightning_mp.optim._found_inf import takes_found_inf
+from lightning_mp.optim._found_inf import takes_found_inf, takes_grad_scale
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._scaling.step_control import HeldSchedule, hold_global_step
 from lightning_mp.precision._weights.ledger import parameters_of
@@ -58,7 +58,7 @@ class StepSkipper:
             if is_certain:
                 self._hold(trainer)
         else:
-            if not is_certain and optimizer not in self._seen and not is_fused(optimizer):
+            if not is_certain and optimizer not in self._seen and not takes_grad_scale(optimizer):
                 self._seen.add(optimizer)
                 rank_zero_warn(usage("skip_sync", optimizer=type(optimizer).__name__))
             if flag.item() != 0:

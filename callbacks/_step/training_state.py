@@ -16,6 +16,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.tensor_stats import flat_values, local_shard
+from lightning_mp.optim._found_inf import takes_grad_scale
 from lightning_mp.precision._choice.module_selection import as_written
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.ledger import parameters_of
@@ -27,7 +28,6 @@ __all__ = [
     "gather_ranks",
     "gradients_of",
     "is_fp16",
-    "is_fused",
     "is_sharded",
     "learning_rate_of",
     "loss_scale_of",
@@ -59,11 +59,6 @@ def loss_scale_of(trainer: pl.Trainer) -> float | Tensor | None:
 def scaler_of(trainer: pl.Trainer) -> Any:
     """Return the plugin's loss scaler, of this package or torch; `None` without one."""
     return getattr(trainer.precision_plugin, "scaler", None)
-
-
-def is_fused(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer unscales and skips in its step, as torch's fused ones do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def is_sharded(trainer: pl.Trainer) -> bool:
@@ -163,7 +158,8 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
     """Return an optimizer's gradients in `on_before_optimizer_step`, alike on all ranks."""
     scale = loss_scale_of(trainer)
     # With torch's scaler, whose scale is a tensor, fused optimizers unscale in their step.
-    inverse = scale.reciprocal() if isinstance(scale, Tensor) and is_fused(optimizer) else 1.0
+    is_fused = takes_grad_scale(optimizer)
+    inverse = scale.reciprocal() if isinstance(scale, Tensor) and is_fused else 1.0
     found = NamedTensors([], [], [], inverse)
     for at, p in enumerate(parameters_of(optimizer)):
         gradient = p.grad

@@ -10,17 +10,30 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_mp.optim.safe_adamw import SafeAdamW, is_fused
 
-__all__ = ["found_inf_of", "skips_on_gpu", "takes_found_inf"]
+__all__ = ["found_inf_of", "skips_on_gpu", "takes_found_inf", "takes_grad_scale"]
+
+
+def takes_grad_scale(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer unscales and skips in its step, as torch's fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
     """Return whether the next step reads `optimizer.found_inf`, as torch's fused steps do."""
     if isinstance(optimizer, SafeAdamW):
         return True
-    # If the first step of fused SGD is skipped, torch keeps an uninitialised momentum.
-    has_momentum = isinstance(optimizer, SGD) and optimizer.defaults["momentum"] != 0
-    is_safe = not has_momentum or bool(optimizer.state)
-    return is_safe and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return takes_grad_scale(optimizer) and not _starts_momentum(optimizer)
+
+
+def _starts_momentum(optimizer: Optimizer) -> bool:
+    """Return whether the next step creates a momentum of SGD, uninitialized if it is skipped."""
+    return isinstance(optimizer, SGD) and any(
+        optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"] != 0
+        for p in group["params"]
+        if p.grad is not None
+    )
 
 
 def skips_on_gpu(optimizer: Optimizer) -> bool:

@@ -146,11 +146,22 @@ def test_only_steps_that_read_the_flag_on_a_gpu_skip_there(half: torch.dtype) ->
         weights = [nn.Parameter(torch.ones(3, dtype=half, device="cuda"))]
         assert skips_on_gpu(AdamW(weights, fused=True))
         assert not skips_on_gpu(AdamW(weights))
-        # A first step that is skipped leaves its momentum uninitialized.
-        assert not skips_on_gpu(SGD(weights, 0.1, momentum=0.9, fused=True))
         assert skips_on_gpu(SGD(weights, 0.1, fused=True))
         assert skips_on_gpu(SafeAdamW(weights, fused=True))
         assert not skips_on_gpu(SafeAdamW(weights, foreach=True))
+
+
+def test_step_that_starts_the_momentum_of_sgd_waits_for_the_decision() -> None:
+    with FakeCuda():
+        first, late, added = (nn.Parameter(torch.ones(3, device="cuda")) for _ in range(3))
+        optimizer = SGD([first, late], 0.1, momentum=0.9, fused=True)
+        for parameter in (first, late, added):
+            if parameter is added:
+                optimizer.add_param_group({"params": [added]})
+            parameter.grad = torch.ones_like(parameter)
+            assert not skips_on_gpu(optimizer)
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            assert skips_on_gpu(optimizer)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -50,6 +50,18 @@ def test_requested_skip_changes_no_weight_state_count_or_schedule(make_plugin: A
         assert plugin.scaler.scale == before
 
 
+def test_request_before_an_error_does_not_skip_a_step_of_the_next_fit() -> None:
+    class Fail(Skip):
+        def on_before_optimizer_step(self, *args: Any) -> None:
+            super().on_before_optimizer_step(*args)
+            raise RuntimeError("after the request")
+
+    plugin = BalancedAMP(half="bf16")
+    with pytest.raises(RuntimeError, match="after the request"):
+        fit(Regression(), plugin, loader(1), callbacks=[Fail(0)])
+    assert fit(Regression(), plugin, loader(2)).global_step == 2
+
+
 def test_requested_skip_of_an_overflow_counts_as_overflow() -> None:
     model = Regression(bad_batches=[2])
     plugin = BalancedAMP(loss_scale=LossScaleConfig(init_scale=256.0))

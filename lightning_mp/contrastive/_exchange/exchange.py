@@ -38,7 +38,7 @@ class Home(Protocol):
     """Accumulates a per-column sum and returns it to the rank that owns the column."""
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory of the shape of `like` that `add` sends without a copy."""
+        """Return uninitialized memory of the shape of `like` that `add` sends without a copy."""
         ...
 
     def add(self, part: Tensor) -> None:

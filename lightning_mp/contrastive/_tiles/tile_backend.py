@@ -113,7 +113,7 @@ class Logits(NamedTuple):
         ids: Pairs with equal ids are masked, as positives are.
         thresholds: False-negative thresholds; tiles are not stored with them.
         stored: Memory that lasts from the first sweep to the second.
-        fresh: Whether the outputs for rows, and for columns, are uninitialised: the sweep then
+        fresh: Whether the outputs for rows, and for columns, are uninitialized: the sweep then
             overwrites them instead of adding to them.
         weights_b: Weights of the rows in `TorchTiles.sigmoid_sweep`; `None` for 1 each.
     """

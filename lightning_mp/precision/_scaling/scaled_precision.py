@@ -152,7 +152,7 @@ class ScaledPrecision(Precision, ForLightning):
     def teardown(self) -> None:
         self._undo.close()
         self._unscaled.clear()
-        self._first = self._parameters = None
+        self._first = self._parameters = self._skip_request = None
 
     # --- the step --------------------------------------------------------------------------------
 

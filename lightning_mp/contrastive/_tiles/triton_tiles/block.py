@@ -35,7 +35,7 @@ class Block:
         thresholds: Thresholds of the products, in fp32, multiplied by the units of the operands;
             guides are in operand form.
         stored_nc: Memory for its products, in fp32, that lasts from one sweep to the next.
-        fresh: Whether sums of the rows, and of the columns, are uninitialised.
+        fresh: Whether sums of the rows, and of the columns, are uninitialized.
     """
 
     rows: slice

@@ -194,7 +194,7 @@ def merge_kernel(
         row_part_maxima: Output of `lse_kernel`, or `None`; column_part_maxima: likewise.
         row_maxima: (n,) in float64, raised to the largest logits. column_maxima: (m,), likewise.
         num_rows: n. num_columns: m.
-        row_fresh: Whether `row_lse` is uninitialised. column_fresh: Whether `column_lse` is.
+        row_fresh: Whether `row_lse` is uninitialized. column_fresh: Whether `column_lse` is.
         TILE_M: Rows of a tile. TILE_N: Columns. BLOCK: Rows or columns of a program.
         PARTS: Tiles that are added at a time.
     """
