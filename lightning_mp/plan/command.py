@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lightning_mp.plan.subject import Subject
 
 __all__ = ["pairs_of", "plan"]
@@ -70,9 +72,11 @@ def plan(
         asked = None if batch is None else pairs_of(batch, "--batch")
         per_epoch = None if pairs is None else pairs_of(pairs, "--pairs")
         counts = {"gpus": gpus, "gpus-per-node": gpus_per_node, "micro-batch": micro_batch}
-        for name, count in {**counts, "loader-batches": loader_batches}.items():
-            if count is not None and count < 1:
-                raise ValueError(f"Passed `--{name} {count}`. It must be at least 1.")
+        sizes = {"gpu-memory": gpu_memory, "host-memory": host_memory}
+        rates = {"network": network, "tflops": tflops, "pairs-per-second": pairs_per_second}
+        _check_positive({**counts, "loader-batches": loader_batches, **sizes, **rates})
+        if workers < 0:
+            raise ValueError(f"Passed `--workers {workers}`. It must be at least 0.")
         if (config is None) == (model is None):
             raise ValueError("pass either `--config` or `--model`.")
         subject = _subject(config, model, precision)
@@ -83,6 +87,8 @@ def plan(
         ranks = gpus or per_node * subject.nodes
         if batch is None:
             asked = subject.rank_batch and subject.rank_batch * ranks
+        elif asked is not None and asked < ranks:
+            raise ValueError(f"Passed `--batch {batch}` for {ranks} ranks. A rank needs a pair.")
         rate = None
         if tflops is not None or pairs_per_second is not None:
             work = subject.flops_per_pair(cached=True)
@@ -95,6 +101,12 @@ def plan(
     machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node, workers, device)
     print("\n".join(plan_lines(subject, machine, asked, rate, per_epoch)))
     print(f"\nAdvice: {advice(subject, machine, asked)}")
+
+
+def _check_positive(options: Mapping[str, float | None]) -> None:
+    for name, value in options.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"Passed `--{name} {value}`. It must be greater than 0.")
 
 
 def pairs_of(text: str, option: str) -> int:

@@ -151,10 +151,25 @@ def test_plan_without_arguments_lists_the_options() -> None:
         main(["plan", "--model", "ViT-L/14", "--precision", "fp8"])
 
 
-@pytest.mark.parametrize("option", ["gpus", "gpus-per-node", "micro-batch", "loader-batches"])
-def test_count_below_one_is_refused(option: str) -> None:
-    with pytest.raises(SystemExit, match=f"Passed `--{option} 0`. It must be at least 1."):
-        main(["plan", "--model", "ViT-B/32", "--batch", "64k", f"--{option}", "0"])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        *((f"--{option} 0", "greater than 0") for option in ("gpus", "gpus-per-node")),
+        *((f"--{option} 0", "greater than 0") for option in ("micro-batch", "loader-batches")),
+        *((f"--{option} -1.5", "greater than 0") for option in ("gpu-memory", "host-memory")),
+        *((f"--{option} 0.0", "greater than 0") for option in ("network", "tflops")),
+        ("--pairs-per-second 0.0", "greater than 0"),
+        ("--workers -1", "at least 0"),
+    ],
+)
+def test_option_out_of_range_is_refused(options: str, reason: str) -> None:
+    with pytest.raises(SystemExit, match=f"Passed `{options}`. It must be {reason}."):
+        main(["plan", "--model", "ViT-B/32", "--batch", "64k", *options.split()])
+
+
+def test_batch_of_less_than_a_pair_per_rank_is_refused() -> None:
+    with pytest.raises(SystemExit, match="Passed `--batch 7` for 8 ranks. A rank needs a pair."):
+        main(["plan", "--model", "ViT-B/32", "--batch", "7", "--gpus", "8"])
 
 
 @pytest.mark.parametrize("option", ["--batch", "--pairs"])
