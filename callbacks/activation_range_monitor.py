@@ -13,9 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.outputs import ExpertRule, LogitRule
-from lightning_mp.callbacks._rules.ranges import GrowthRule, UnderflowJudge
+from lightning_mp.callbacks._rules.outputs import ExpertRule, GrowthRule, LogitRule
 from lightning_mp.callbacks._rules.records import Sample, Verdict, first_of_each_kind
+from lightning_mp.callbacks._rules.underflow import UnderflowJudge
 from lightning_mp.callbacks._step.outputs import OutputKey, OutputSampler, blocks_in, eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks
 from lightning_mp.callbacks._step.training_state import Moment, TrainingStep, step_of

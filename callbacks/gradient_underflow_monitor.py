@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
-from lightning_mp.callbacks._rules.ranges import ROUNDING, UnderflowJudge, origin_of
 from lightning_mp.callbacks._rules.records import Sample, Verdict
+from lightning_mp.callbacks._rules.underflow import ROUNDING, UnderflowJudge, origin_of
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks._step.training_state import TrainingStep, is_fp16, loss_scale_of
 from lightning_mp.callbacks._words.usage import usage

@@ -9,8 +9,8 @@ from typing import Any
 import numpy.typing as npt
 
 from lightning_mp.callbacks._rules.adam_statistics import AdamField
-from lightning_mp.callbacks._rules.ranges import ALIVE, ROUNDING, origin_of
 from lightning_mp.callbacks._rules.records import Learning, Verdict
+from lightning_mp.callbacks._rules.underflow import ALIVE, ROUNDING, origin_of
 
 __all__ = ["AdamNumbers", "AdamStateRule"]
 

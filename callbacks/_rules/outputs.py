@@ -1,15 +1,18 @@
-"""Rules for outputs: growing logits, attention of low entropy, starved and overloaded experts."""
+"""Rules for outputs: forecasts of overflow, growing logits, starved and overloaded experts."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_mp.callbacks._rules.ranges import GrowthRule
 from lightning_mp.callbacks._rules.records import Learning, Verdict
 
-__all__ = ["ExpertRule", "LogitRule"]
+__all__ = ["ExpertRule", "GrowthRule", "LogitRule"]
 
+_NEWEST, _LEAST = 16, 5  # largest and smallest number of samples of a line
+# A slope is significant beyond 6 standard errors. Normal noise exceeds this in one of 200 lines
+# with 3 degrees of freedom, the minimum, and in one of 6000 with ten samples.
+_SIGNIFICANT = 6.0
 _FIRST, _KEPT = 5, 64  # samples of the median that is a level; samples that are stored
 # Least level of an alarm. If the logits of two keys differ by 20, softmax gives one key a weight of
 # 2e-9. Near 50, bf16 rounds output logits by up to 0.125, which changes a probability by an eighth.
@@ -21,6 +24,36 @@ _STARVED = 0.01  # share of the tokens that the expert would get under an even s
 _CROWDED = 0.9  # share of all tokens
 # A judgement needs 5 samples, and 500 tokens per expert under an even split: 1% of them is 5.
 _TOKENS, _SAMPLES = 500, 5
+
+
+@dataclass(eq=False)
+class GrowthRule(Learning):
+    """Forecasts the step of an overflow from the headroom in bits of each tensor."""
+
+    _growth: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False)
+
+    def add(self, name: str, step: int, bits: float) -> None:
+        self._growth[name] = [*self._growth.get(name, []), (step, bits)][-_NEWEST:]
+
+    def slope(self, name: str) -> float | None:
+        """Return the bits per step if they are significantly negative."""
+        samples = self._growth.get(name, [])
+        if len(samples) < _LEAST:
+            return None
+        steps, bits = zip(*samples, strict=True)
+        slope, start = statistics.linear_regression(steps, bits)
+        mean = statistics.fmean(steps)
+        noise = sum((b - start - slope * s) ** 2 for s, b in samples) / (len(samples) - 2)
+        error = (noise / sum((s - mean) ** 2 for s in steps)) ** 0.5
+        return slope if slope < -_SIGNIFICANT * error else None
+
+    def overflow_step(self, name: str, left: float = 0.0) -> int | None:
+        """Return the step at which `left` bits are left, `None` without a significant slope."""
+        slope = self.slope(name)
+        if slope is None:
+            return None
+        step, bits = self._growth[name][-1]
+        return max(int(step - (bits - left) / slope), step)  # never in the past
 
 
 @dataclass(eq=False)
@@ -40,7 +73,7 @@ class LogitRule(GrowthRule):
             return Verdict(kind, value, limit, tensor=name)
         times = _TIMES_LOG_Z if kind == "output_log_z" else _TIMES
         threshold = max(times * usual, _LARGE)
-        if grown <= threshold or not self.is_trend(key):
+        if grown <= threshold or self.slope(key) is None:
             return None
         return Verdict(kind, value, threshold, tensor=name, tags=("growing",)).given(usual=usual)
 

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 
 from lightning_mp import BalancedAMP, LossScaleConfig
 from lightning_mp.callbacks import GradientUnderflowMonitor
-from lightning_mp.callbacks._rules.ranges import UnderflowJudge
+from lightning_mp.callbacks._rules.underflow import UnderflowJudge
 from tests.callbacks.models import Watched, first, perceptron, watch
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")

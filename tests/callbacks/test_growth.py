@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from lightning_mp.callbacks._rules.ranges import GrowthRule
+from lightning_mp.callbacks._rules.outputs import GrowthRule
 
 
 def forecast(bits: list[float], every: int = 20) -> int | None:

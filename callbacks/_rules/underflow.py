@@ -1,13 +1,12 @@
-"""Rules for underflow of values and forecasts of overflow."""
+"""Rule for underflow of values, and the module whose units have died."""
 
-import statistics
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_mp.callbacks._rules.records import Learning, Severity, Verdict
 
-__all__ = ["ALIVE", "GrowthRule", "ROUNDING", "UnderflowJudge", "origin_of"]
+__all__ = ["ALIVE", "ROUNDING", "UnderflowJudge", "origin_of"]
 
 # A gradient that is pure rounding error (of a bias before a norm, of attention keys) is at most the
 # rounding error of fp16 relative to other gradients, with a factor of 4 for sums.
@@ -99,42 +98,3 @@ def origin_of(dead: Collection[str], names: Iterable[str]) -> str | None:
         owner = name.rpartition(".")[0]
         is_whole[owner] = is_whole.get(owner, True) and name in dead
     return next((owner for owner in reversed(is_whole) if is_whole[owner]), None)
-
-
-_NEWEST, _LEAST = 16, 5  # largest and smallest number of samples of a line
-# A slope is significant beyond 6 standard errors. Normal noise exceeds this in one of 200 lines
-# with 3 degrees of freedom, the minimum, and in one of 6000 with ten samples.
-_SIGNIFICANT = 6.0
-
-
-@dataclass(eq=False)
-class GrowthRule(Learning):
-    """Forecasts the step of an overflow from the headroom in bits of each tensor."""
-
-    _growth: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False)
-
-    def add(self, name: str, step: int, bits: float) -> None:
-        self._growth[name] = [*self._growth.get(name, []), (step, bits)][-_NEWEST:]
-
-    def is_trend(self, name: str) -> bool:
-        return self._line(self._growth.get(name, [])) is not None
-
-    def overflow_step(self, name: str, left: float = 0.0) -> int | None:
-        """Return the step at which `left` bits are left, `None` without a significant trend."""
-        samples = [(step, bits - left) for step, bits in self._growth.get(name, [])]
-        slope = self._line(samples)
-        if slope is None:
-            return None
-        step, bits = samples[-1]
-        return max(int(step - bits / slope), int(step))  # never in the past
-
-    def _line(self, samples: list[tuple[int, float]]) -> float | None:
-        """Return the slope if it is significantly negative."""
-        if len(samples) < _LEAST:
-            return None
-        steps, bits = zip(*samples, strict=True)
-        slope, start = statistics.linear_regression(steps, bits)
-        mean = statistics.fmean(steps)
-        noise = sum((b - start - slope * s) ** 2 for s, b in samples) / (len(samples) - 2)
-        error = (noise / sum((s - mean) ** 2 for s in steps)) ** 0.5
-        return slope if slope < -_SIGNIFICANT * error else None
