@@ -40,6 +40,8 @@ class StepSkipper:
         """
         plugin, is_certain = trainer.precision_plugin, flag is None
         self._held = False
+        scaler = scaler_of(trainer)
+        has_scaler = isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
         if flag is None:
             flag = torch.ones((), device=trainer.strategy.root_device)
         if isinstance(plugin, ScaledPrecision):  # skips on the device, together with overflows
@@ -51,9 +53,8 @@ class StepSkipper:
                 hooks.enter_context(optimizer.register_step_pre_hook(self._merge))
                 hooks.enter_context(optimizer.register_step_post_hook(self._clear))
             self._flags[optimizer] = flag
-            scaler = scaler_of(trainer)
             # A `GradScaler` sets `found_inf` just before the step; a hook merges the two.
-            if not (isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()):
+            if not has_scaler:
                 optimizer.found_inf = flag  # type: ignore[attr-defined]
             if is_certain:
                 self._hold(trainer)
@@ -62,6 +63,9 @@ class StepSkipper:
                 self._seen.add(optimizer)
                 rank_zero_warn(usage("skip_sync", optimizer=type(optimizer).__name__))
             if flag.item() != 0:
+                # Before the gradients are gone, because a `GradScaler` must see them at each step.
+                if takes_grad_scale(optimizer) and has_scaler:
+                    scaler.unscale_(optimizer)
                 # Without gradients, no optimizer changes weights or states.
                 for parameter in parameters_of(optimizer):
                     parameter.grad = None

@@ -83,6 +83,23 @@ def test_nan_and_spikes_are_reported_and_skipped_at_their_steps_only(
     assert recorder.lrs[-1] / recorder.lrs[0] == pytest.approx((steps + 1) / 2)
 
 
+@pytest.mark.parametrize("make_plugin", [grad_scaling, lambda: None], ids=["16-mixed", "plain"])
+def test_first_step_of_fused_sgd_is_skipped_before_a_momentum_exists(
+    tmp_path: Path, make_plugin: Any
+) -> None:
+    recorder, plugin = StepRecorder(), make_plugin()
+    fit(
+        PlantedModel({0: "nan"}, OPTIMIZERS["fused sgd"]),
+        make_batches(6),
+        quick(action="skip"),
+        recorder,
+        plugins=[plugin] if plugin else [],
+        default_root_dir=tmp_path,
+    )
+    assert recorder.moved == [False, True, True, True, True, True]
+    assert recorder.global_steps[-1] == 5
+
+
 @pytest.mark.slow
 def test_warn_by_default_changes_no_weight(tmp_path: Path) -> None:
     def train(*callbacks: pl.Callback) -> PlantedModel:
