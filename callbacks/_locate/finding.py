@@ -30,11 +30,6 @@ class NonFiniteSource:
     fitting_scale: float | None = None  # loss scale at which the replayed backward was finite
     usual: float = 0.0  # for an outlier: the 99.9% quantile of the magnitudes in its tensor
 
-    @property
-    def is_half(self) -> bool:
-        """Whether a dtype with a larger range would avoid the overflow."""
-        return self.dtype == "float16"
-
 
 def find_source(trace: Trace, near_limit: float, scale: float | None) -> NonFiniteSource | None:
     """Return the first source of non-finite values, or `None` if all values are finite."""

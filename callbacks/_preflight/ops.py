@@ -66,9 +66,7 @@ def _name_of(function: str) -> str:
 class Fp32Work(TorchDispatchMode):
     """Sums the work of a run in fp32: FLOPs of products, and one per value of other outputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0.0
+    total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

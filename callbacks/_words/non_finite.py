@@ -115,7 +115,8 @@ def remedy_for(
         key += " epsilon" if eps else "" if checks_gradients else " unchecked"
     elif key == "backward" and finding.fitting_scale is not None:
         key += " scale"
-    elif key in ("forward", "backward") and not finding.is_half:  # no dtype has a larger range
+    # No dtype has a larger range.
+    elif key in ("forward", "backward") and finding.dtype != "float16":
         key += " wide"
     elif key in ("forward", "backward") and finding.is_root:  # no module to name
         key = "root"
