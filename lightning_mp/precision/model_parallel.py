@@ -84,9 +84,9 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
             if not isinstance(kept, FSDPModule):
                 raise MisconfigurationException(
                     f"Passed `{type(self).__name__}(fp32_modules={self.fp32_modules!r})`, but "
-                    f"{name!r} is not sharded separately. In `configure_model`, call "
-                    "`self.trainer.precision_plugin.shard_fp32_modules(self, mesh)` before any "
-                    "other `fully_shard`, or pass `fp32_modules=[]`."
+                    f"{name!r} is not sharded separately. Pass `ModelParallelStrategy()`, and in "
+                    "`configure_model` call `self.trainer.precision_plugin.shard_fp32_modules(self,"
+                    " mesh)` before any other `fully_shard`, or pass `fp32_modules=[]`."
                 )
         return module
 
