@@ -74,10 +74,12 @@ class Runs:
         root = trainer.strategy.root_device
         self.batch = map_tensors(copy_containers(batch), lambda tensor: tensor.to(root))
         self._batch_idx = batch_idx
-        self._rng = RngState(root, self.module)
+        self._rng, self._device_type = RngState(root, self.module), root.type
         self.plugin = trainer.precision_plugin
         trained = (p for p in self.module.parameters() if p.requires_grad)
         self.is_true_half = any(p.dtype in HALF_DTYPES for p in trained)
+        # Whether the plugin is Lightning's own true half precision, which has no settings.
+        self.lacks_settings = self.is_true_half and not isinstance(self.plugin, ScaledPrecision)
         # All names of bf16, such as `bf16-mixed`, contain `bf16`.
         self.half = torch.bfloat16 if "bf16" in str(self.plugin.precision) else torch.float16
         self.scale = float(loss_scale_of(trainer) or 1.0)  # the current loss scale
@@ -90,11 +92,6 @@ class Runs:
         whole, part = self.module, self.module.get_submodule(path)
         count = sum(p.numel() for p in part.parameters())
         return 2 * count > sum(p.numel() for p in whole.parameters())
-
-    @property
-    def lacks_settings(self) -> bool:
-        """Whether the plugin is Lightning's own true half precision, without settings to change."""
-        return self.is_true_half and not isinstance(self.plugin, ScaledPrecision)
 
     def other_halves(self) -> list[torch.dtype]:
         """Return the dtypes with which `BalancedAMP` differs from the run's own plugin."""
@@ -212,10 +209,6 @@ class Runs:
         if isinstance(self.plugin, ScaledPrecision):
             return self.plugin._recompute_context()
         return nullcontext()
-
-    @property
-    def _device_type(self) -> str:
-        return str(self.trainer.strategy.root_device.type)
 
     def _run(
         self,

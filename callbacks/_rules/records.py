@@ -55,11 +55,6 @@ class StepFacts:
     skipped: bool | None = None  # whether scaler or precision plugin skipped the step
 
     @property
-    def of_optimizer(self) -> str:
-        """Words that name the optimizer, if there are several optimizers."""
-        return f" of optimizer {self.optimizer}" if self.optimizer else ""
-
-    @property
     def is_rate_ending(self) -> bool:
         """Whether a schedule has lowered the learning rate below a tenth of its maximum."""
         lr, highest = self.lr, self.highest_lr

@@ -97,8 +97,9 @@ def numbers_of(trainer: pl.Trainer, facts: StepFacts) -> dict[str, Any]:
     plugin = trainer.precision_plugin
     # Lightning's own plugins cannot keep modules in fp32.
     name = type(plugin).__name__ if isinstance(plugin, ScaledPrecision) else "BalancedAMP"
+    of_optimizer = f" of optimizer {facts.optimizer}" if facts.optimizer else ""
     lower_rate = learning_rate_of(trainer) / 2
-    return {"lower_rate": lower_rate, "of_optimizer": facts.of_optimizer, "plugin": name}
+    return {"lower_rate": lower_rate, "of_optimizer": of_optimizer, "plugin": name}
 
 
 def learning_rate_of(trainer: pl.Trainer) -> float:
