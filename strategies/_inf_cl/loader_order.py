@@ -120,19 +120,24 @@ class LoaderOrder(Place):
     @override
     def begin(self) -> Iterator[Any]:
         self._taken = 0 if self._resumed is None else self._resumed[0]
+        # The loader forbids setting its sampler, so write to its `__dict__`. The iterator keeps
+        # the sampler that it finds now.
+        attributes = vars(self._loader)
+        generator = self._loader.generator
         if self._resumed is not None:
             batches = self._in_order(*self._resumed)
             # Drawn now: before it fetches a batch, Lightning sets the sampler's epoch, and counts
             # an epoch that `max_steps` ended as complete.
             self._rest, self._resumed = chain(list(islice(batches, 1)), batches), None
-        # The loader forbids setting its sampler, so write to its `__dict__`. The iterator keeps
-        # the sampler that it finds now.
-        attributes = vars(self._loader)
+            if generator is not None:
+                # The iterator draws a seed for workers, which the earlier run drew before the
+                # order. From a copy, so that later epochs have the order of the earlier run, too.
+                attributes["generator"] = generator.clone_state()
         attributes["batch_sampler"] = self
         try:
             return iter(self._loader)
         finally:
-            attributes["batch_sampler"] = self._batches
+            attributes |= {"batch_sampler": self._batches, "generator": generator}
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -2,6 +2,7 @@
 
 import random
 from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -110,9 +111,10 @@ def test_backward_after_an_optimizer_step_raises() -> None:
         features.sum().backward()
 
 
-def test_call_without_grad_returns_plain_features() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_call_without_grad_returns_plain_features(mode: Callable[[], Any]) -> None:
     tower = nn.Linear(4, 4)
-    with torch.no_grad():
+    with mode():
         assert not make_cache().call(tower, torch.ones(7, 4)).requires_grad
     frozen = nn.Linear(4, 4).requires_grad_(False)
     assert not make_cache().call(frozen, torch.ones(7, 4)).requires_grad

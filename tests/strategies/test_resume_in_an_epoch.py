@@ -22,7 +22,7 @@ from tests.quiet import parameters_of
 from tests.strategies.models import gather_batches, make_trainer, pairs
 from tests.strategies.test_inf_cl_loader_batches import SeesBatches
 
-OWN_SAMPLER = ("own generator", "drawn")
+OWN_SAMPLER = ("own generator", "generator", "drawn")
 COUNT, EPOCHS = 60, 2  # 5 gathered batches of 3 loader batches of 4 rows
 
 
@@ -87,6 +87,9 @@ def _loader(kind: str) -> DataLoader:
         return Stateful(Stream(), batch_size=4)
     if kind in samplers:
         return DataLoader(data, batch_size=4, sampler=samplers[kind]())
+    if kind == "generator":  # the sampler and the loader draw from it
+        generator = torch.Generator().manual_seed(1)
+        return DataLoader(data, batch_size=4, shuffle=True, generator=generator)
     workers = {"num_workers": 1, "persistent_workers": True} if kind == "workers" else {}
     return DataLoader(data, batch_size=4, shuffle=kind != "in order", **workers)
 
@@ -121,7 +124,17 @@ def _check(whole: SeesBatches, resumed: SeesBatches, step: int, is_drawn: bool =
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["shuffled", "in order", "own generator", "drawn", "subset", "weighted", "workers"]
+    "kind",
+    [
+        "shuffled",
+        "in order",
+        "own generator",
+        "generator",
+        "drawn",
+        "subset",
+        "weighted",
+        "workers",
+    ],
 )
 def test_plain_loader_resumes_by_skipping_indices(
     kind: str, tmp_path: Path, logged: list[str]

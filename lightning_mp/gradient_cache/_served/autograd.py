@@ -262,7 +262,7 @@ def hooks_disabled(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 def sequence_number() -> int:
     # torch does not expose the counter, but every new node has its value.
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         node = torch.empty(0, requires_grad=True).view_as(torch.empty(0)).grad_fn
     assert node is not None
     number: int = node._sequence_nr()
