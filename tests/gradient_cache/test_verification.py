@@ -249,10 +249,13 @@ class Detaches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.probe = nn.Linear(4, 1)
+        self.probed: list[Tensor] = []
 
     def forward(self, batch: Tensor) -> Tensor:
         hidden = self.first(batch)
         self.auxiliary = hidden.square().mean()
+        self.probed.append(self.probe(hidden.detach()).mean())  # in the graph of no output
         return self.second(hidden.detach() if self.is_detached else hidden)
 
 
@@ -266,11 +269,13 @@ def test_flag_that_changes_what_trains_before_the_backward_raises(before: bool) 
         features.sum().backward()
 
 
-def test_loss_of_a_stored_tensor_raises() -> None:
+@pytest.mark.parametrize("stored", ["attribute", "list"])
+def test_loss_of_a_stored_tensor_raises(stored: str) -> None:
     tower = Detaches()
     features = make_cache().call(tower, torch.randn(7, 4))
+    auxiliary = tower.auxiliary if stored == "attribute" else sum(tower.probed)
     with pytest.raises(RuntimeError, match="tower `Detaches` computed but did not return"):
-        (features.sum() + tower.auxiliary).backward()
+        (features.sum() + auxiliary).backward()
 
 
 @pytest.mark.slow

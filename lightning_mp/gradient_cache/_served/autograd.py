@@ -88,7 +88,7 @@ class TrainedLeaves:
         self.is_reentrant = False
         self.goes_outside = False
         # All nodes created from here on are part of a micro-batch.
-        self._since = sequence_number()
+        self._first = self._since = sequence_number()
 
     def fresh(self) -> "TrainedLeaves":
         return TrainedLeaves(self._tower, self._module, self._unsharded)
@@ -100,7 +100,7 @@ class TrainedLeaves:
 
     def note(self, roots: Iterable[Tensor], inputs: Iterable[Tensor]) -> frozenset[int]:
         """Record the leaves that a micro-batch trains besides its inputs, and return their ids."""
-        self.settle()
+        self._settle()
         graph = explore_graph(roots, self._since, self.refuse)
         self._since = sequence_number()
         leaves = dict(graph.leaves)
@@ -120,7 +120,18 @@ class TrainedLeaves:
         self.goes_outside |= graph.goes_outside
         return frozenset(leaves)
 
-    def settle(self) -> None:
+    def close(self) -> None:
+        """End the first run: refuse gradients of tensors that the module stored in attributes."""
+        self._settle()
+        for owner in () if self._module is None else self._module.modules():
+            for value in vars(owner).values():
+                # A loss that sums a list needs a gradient of the last item, too.
+                stored = value[-1] if type(value) is list and value else value
+                node = stored.grad_fn if isinstance(stored, Tensor) else None
+                if node is not None and node._sequence_nr() >= self._first and self.refuse:
+                    stored.register_hook(self.refuse)
+
+    def _settle(self) -> None:
         """Keep the leaves that outlive the graph of the latest micro-batch."""
         for key, reference in self._new.items():
             leaf = reference()

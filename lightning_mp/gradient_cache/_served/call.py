@@ -197,7 +197,7 @@ class TowerCall:
                 "only some micro-batches write to. Write to a copy instead, such as `x = x * 2` "
                 "instead of `x.mul_(2)`."
             ) from None
-        self.trained.settle()
+        self.trained.close()
         self._buffers.commit()
         freed = self.trained.freed
         self.trains = self._first_runs[-1].trained - freed  # identities of leaves
