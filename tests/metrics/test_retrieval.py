@@ -311,7 +311,7 @@ def test_constructor_bad_top_k_raises(top_k: object) -> None:
         ContrastiveRecall(top_k=top_k)
 
 
-@pytest.mark.parametrize("options", [{"normalize": "yes"}, {"workspace_bytes": 0}, {"k": 3}])
+@pytest.mark.parametrize("options", [{"normalize": "yes"}, {"workspace_bytes": 0}])
 def test_constructor_bad_option_raises(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         ContrastiveRecall(**options)
