@@ -1,4 +1,4 @@
-"""The contrastive losses that are compared: functions of normalised features and a logit scale.
+"""The contrastive losses that are compared: functions of normalized features and a logit scale.
 
 Shapes:
     b: batch. D: feature width. c: classes, or texts of one block.
@@ -38,7 +38,7 @@ TOLERANCES = {
 
 
 class Inputs(NamedTuple):
-    """Normalised features of pairs and a logit scale, all of which need gradients."""
+    """Normalized features of pairs and a logit scale, all of which need gradients."""
 
     image_bD: Tensor
     text_bD: Tensor

@@ -1,7 +1,7 @@
 """Records the kernels that the package's launchers request from Triton, without a GPU.
 
 The package runs up to each launch, with fake tensors, a pretended compute capability, and a stub of
-Triton's driver that only knows that capability. Kernels are therefore specialised (dtypes,
+Triton's driver that only knows that capability. Kernels are therefore specialized (dtypes,
 alignment, integers that are 1 or multiples of 16, descriptors, options) as they are on a device.
 """
 
@@ -49,7 +49,7 @@ class Launch:
     Args:
         kernel: Name of the kernel function.
         arch: Compute capability times ten.
-        key: Hash of the sources, the specialisation and the options.
+        key: Hash of the sources, the specialization and the options.
         source: The input of `triton.compile`.
         options: The options of `triton.compile`.
     """

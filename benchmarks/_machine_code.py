@@ -85,7 +85,7 @@ class Compiler:
 
     Args:
         folder: The cache, which other processes may share. Its keys are the sources of a kernel and
-            of the functions that it calls, the specialisation, the target, Triton, and this file.
+            of the functions that it calls, the specialization, the target, Triton, and this file.
     """
 
     def __init__(self, folder: Path) -> None:

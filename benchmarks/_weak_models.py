@@ -86,7 +86,7 @@ class Massive(nn.Module):
 
 
 class Gate(nn.Module):
-    """Opens by the normalised value of a massive activation."""
+    """Opens by the normalized value of a massive activation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
     TRITON_CACHE_DIR=kernels python benchmarks/compile_ahead.py --arch 90
 
 The package runs as on a device, up to each launch. Triton's cache key consists of Triton's files,
-the sources of the kernel and of the functions that it calls, the specialisation, the options, the
+the sources of the kernel and of the functions that it calls, the specialization, the options, the
 version of the assembler and the architecture, but of no path and no device. The same wheels on the
 GPU's machine therefore find the kernels. The cache also records the absolute paths of its files;
 this script corrects the paths of a folder that was moved, or Triton would compile everything again.

@@ -83,7 +83,7 @@ def markdown_tables(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     def key(row: dict[str, Any]) -> list[tuple[str, str]]:
         return [(column, str(row[column])) for column in APART if row.get(column)]
 
-    # `groupby` joins neighbours only.
+    # `groupby` joins neighbors only.
     for facts, group in groupby(sorted(rows, key=key), key):
         found = list(group)
         said = ", ".join(" ".join(fact) for fact in facts)

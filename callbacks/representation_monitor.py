@@ -43,7 +43,7 @@ class RepresentationMonitor(SamplingMonitor):
 
     A loss without negatives is lowest if all samples have the same features, and a contrastive loss
     may fall while one tower collapses. Measures the features that a loss of this package receives,
-    or the outputs of `modules`, without another run of the towers. For normalised features f_i:
+    or the outputs of `modules`, without another run of the towers. For normalized features f_i:
 
         spread = sqrt(1 - |mean_i f_i|^2)               in [0, 1]; 0: all point the same way
         effective rank = (sum_k v_k)^2 / sum_k v_k^2    v: eigenvalues of the covariance
@@ -141,7 +141,7 @@ class RepresentationMonitor(SamplingMonitor):
         self._rows["pairs", name] = _pair_row(image_ND, text_ND, scale if is_trained else torch.nan)
 
     def _add(self, name: str, features: Tensor) -> Tensor:
-        """Measure the first call of a step; return the normalised features."""
+        """Measure the first call of a step; return the normalized features."""
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             unit_ND = F.normalize(features.detach().flatten(0, -2).float(), dim=1)
             if ("features", name) in self._rows or len(unit_ND) < _LEAST:

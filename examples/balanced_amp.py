@@ -1,4 +1,4 @@
-"""Recognise letters in fp16 with fp32 weights: `python -m examples.balanced_amp`."""
+"""Recognize letters in fp16 with fp32 weights: `python -m examples.balanced_amp`."""
 
 import lightning.pytorch as pl
 import torch

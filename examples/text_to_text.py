@@ -102,7 +102,7 @@ class TextToText(pl.LightningModule):
         self.recall = ContrastiveRecall(value="text_to_image_recall@1")
 
     def tower(self, codes: Tensor) -> Tensor:
-        """Return normalised features of texts, ignoring case."""
+        """Return normalized features of texts, ignoring case."""
         lower = codes.long() + 32 * ((codes >= 65) & (codes <= 90))
         letters = self.embedding(lower).transpose(1, 2)
         hidden = F.gelu(self.near(letters))

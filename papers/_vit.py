@@ -1,7 +1,7 @@
 """A pre-norm Vision Transformer in the usual sizes, with the rungs of Meta's ladder as arguments.
 
 The layout is the order of activations in memory and does not change the result: the same weights
-give the same outputs in both. With the batch second, tokens of the same position are neighbours.
+give the same outputs in both. With the batch second, tokens of the same position are neighbors.
 
 Shapes:
     N: images. L: tokens, with a class token where there is one. D: width. H: heads.

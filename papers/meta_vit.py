@@ -326,8 +326,8 @@ def gpus(out: Output) -> None:
         bars = {f"{chip}, peak": times for chip, _, _, times, *_ in peaks}
         bars |= {f"{chip}, memory": times for chip, _, _, _, times, _ in peaks}
         bars |= {"A100, printed by Meta": _METAS_A100}
-        colours = ["C1", *["C0"] * (2 * len(peaks))]  # highlights the printed figure
-        axes.barh([*bars][::-1], [*bars.values()][::-1], color=colours)
+        colors = ["C1", *["C0"] * (2 * len(peaks))]  # highlights the printed figure
+        axes.barh([*bars][::-1], [*bars.values()][::-1], color=colors)
         axes.set(xlabel="times a V100 SXM2")
 
 

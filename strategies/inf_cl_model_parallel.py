@@ -39,7 +39,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
     replayed micro-batch would reduce-scatter all gradients, 128 times per step for 128
     micro-batches. Here replays follow the backward of the loss, and only the last micro-batch
     reduce-scatters. The model calls `fully_shard` over all ranks in `configure_model`, as shown in
-    docs/strategies/inf-cl-model-parallel.md. Parameters that are not sharded are initialised from
+    docs/strategies/inf-cl-model-parallel.md. Parameters that are not sharded are initialized from
     rank 0, and their gradients are averaged as in DDP.
 
     Args:

@@ -29,7 +29,7 @@ def exit_code_of(function: Callable[..., Any], *args: Any) -> int | None:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Call `function(rank, *args)` on `world_size` ranks in an initialised default group."""
+    """Call `function(rank, *args)` on `world_size` ranks in an initialized default group."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _run_rank,

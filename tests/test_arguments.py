@@ -95,7 +95,7 @@ def test_error_for_positional_argument_shows_its_value(name: str) -> None:
         (
             "ContrastiveLoss",
             [],
-            {"colour": 0.1},
+            {"color": 0.1},
             "It takes `process_group`, `workspace_bytes`",
         ),
         ("SafeAdamW", [], {}, "`params` is missing. Pass `params=...`."),

@@ -90,7 +90,7 @@ function lastUpTo(sorted, value) {
   return Math.max(low - 1, 0);
 }
 
-// Calls a function now, and again whenever the element's width or the colour scheme changes.
+// Calls a function now, and again whenever the element's width or the color scheme changes.
 function redrawn(element, paint) {
   let width = 0;
   new ResizeObserver(() => {

@@ -1,5 +1,5 @@
 // Heat maps: one row per tensor, steps to the right. Worse values differ more from the background.
-// Lightness alone shows the order, so that the map is readable with any colour vision.
+// Lightness alone shows the order, so that the map is readable with any color vision.
 const RAMPS = {
   light: [[250, 244, 228], [246, 214, 158], [233, 165, 92], [205, 104, 68], [152, 48, 72], [84, 18, 70], [30, 4, 46]],
   dark: [[33, 33, 56], [66, 44, 98], [122, 56, 116], [184, 76, 104], [232, 120, 84], [250, 180, 104], [255, 240, 190]],
@@ -30,7 +30,7 @@ function meaningOf(map) {
   return { unit: "number", bad: (v) => clamp((v - low) / (high - low || 1)), ticks: [[low, format(low)], [high, format(high)]] };
 }
 
-function colourOf(bad, isDark) {
+function colorOf(bad, isDark) {
   const ramp = RAMPS[isDark ? "dark" : "light"];
   const at = bad * (ramp.length - 1);
   const low = Math.min(Math.floor(at), ramp.length - 2);
@@ -70,7 +70,7 @@ function scaleOf(meaning, hasEmpty, hasZero, hasInfinite) {
   redrawn(canvas, (width) => {
     const context = fitCanvas(canvas, width, 12);
     for (let x = 0; x < width; x += 1) {
-      context.fillStyle = colourOf(x / (width - 1), isDark());
+      context.fillStyle = colorOf(x / (width - 1), isDark());
       context.fillRect(x, 0, 1.5, 12);
     }
   });
@@ -97,7 +97,7 @@ function fitName(name, most, shared) {
 }
 
 // The worst column of each pixel, so that a narrow screen hides nothing.
-function paintRow(context, map, meaning, row, y, width, edges, colours) {
+function paintRow(context, map, meaning, row, y, width, edges, colors) {
   let x = 0;
   let column = 0;
   while (column < edges.length) {
@@ -111,9 +111,9 @@ function paintRow(context, map, meaning, row, y, width, edges, colours) {
       else if (value !== null) special = map.name.includes("headroom") && value === "inf" ? "zero" : "bad";
     }
     const right = end < edges.length ? edges[end] : width;
-    if (special === "bad") context.fillStyle = colours.bad;
-    else if (bad >= 0) context.fillStyle = colourOf(bad, colours.isDark);
-    else context.fillStyle = special ? colours.zero : colours.none;
+    if (special === "bad") context.fillStyle = colors.bad;
+    else if (bad >= 0) context.fillStyle = colorOf(bad, colors.isDark);
+    else context.fillStyle = special ? colors.zero : colors.none;
     context.fillRect(x, y, right - x + 0.3, ROW - 1);
     x = right;
     column = end;
@@ -151,8 +151,8 @@ function showMap(parent, map) {
     if (!width) return;
     edges = map.steps.map((step) => ((step - first) / span) * width);
     const context = fitCanvas(canvas, width, shown * ROW);
-    const colours = { isDark: isDark(), none: themed("--none"), zero: themed("--zero"), bad: themed("--infinite") };
-    for (let place = 0; place < shown; place += 1) paintRow(context, map, meaning, rows[place], place * ROW, width, edges, colours);
+    const colors = { isDark: isDark(), none: themed("--none"), zero: themed("--zero"), bad: themed("--infinite") };
+    for (let place = 0; place < shown; place += 1) paintRow(context, map, meaning, rows[place], place * ROW, width, edges, colors);
     if (selected) {
       const [place, column] = selected;
       const right = column + 1 < edges.length ? edges[column + 1] : width;

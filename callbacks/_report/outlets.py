@@ -88,7 +88,7 @@ def _post(url: str, body: Any) -> None:
 
 def log_report(logger: Any, page: Path, data: dict[str, Any]) -> None:
     """Log the page as a file, or as text with TensorBoard."""
-    # Loggers are recognised by their methods, so that none needs to be installed.
+    # Loggers are recognized by their methods, so that none needs to be installed.
     experiment: Any = getattr(logger, "experiment", None)
     if hasattr(experiment, "log_asset"):  # Comet
         experiment.log_asset(str(page), file_name=page.name, overwrite=True)

@@ -226,10 +226,10 @@ REMEDIES = {
     "`{plugin}(half='bf16')`.",
     "norm_input_headroom, wide": "Put a norm after each branch of the residual stream, or lower "
     "the learning rate to {lower_rate:.3g}.",
-    "attention_logit": "Normalise queries and keys, or lower the learning rate to "
+    "attention_logit": "Normalize queries and keys, or lower the learning rate to "
     "{lower_rate:.3g}.",
-    "attention_logit, ending": "Normalise queries and keys.",
-    "attention_entropy": "Normalise queries and keys, or lower the learning rate to "
+    "attention_logit, ending": "Normalize queries and keys.",
+    "attention_entropy": "Normalize queries and keys, or lower the learning rate to "
     "{lower_rate:.3g}.",
     "output_logit": "Lower the learning rate to {lower_rate:.3g}, or set a `weight_decay` for the "
     "last layer.",

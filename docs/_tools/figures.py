@@ -14,7 +14,7 @@ FILLS = {
     "green": "#dcefdc",
     "orange": "#fde8cf",
     "red": "#fadcdc",
-    "grey": "#eeeeee",
+    "gray": "#eeeeee",
     "white": "#ffffff",
 }
 EDGES = {
@@ -22,7 +22,7 @@ EDGES = {
     "green": "#3c8b45",
     "orange": "#c97b12",
     "red": "#c03a3a",
-    "grey": "#777777",
+    "gray": "#777777",
     "white": "#777777",
 }
 FONT = "font-family='Helvetica, Arial, sans-serif'"
@@ -97,7 +97,7 @@ class Figure:
 def overview() -> None:
     """The plug points of a Trainer and the classes for each."""
     f = Figure(900, 300, "The plug points of a Trainer and the classes for each")
-    f.box(330, 20, 240, 260, "", "grey")
+    f.box(330, 20, 240, 260, "", "gray")
     f.words(450, 42, "lightning.pytorch.Trainer", 15, bold=True)
     for n, text in enumerate(("plugins=", "strategy=", "callbacks=", "your LightningModule")):
         f.box(350, 65 + 53 * n, 200, 40, text, "white", 14)
@@ -178,7 +178,7 @@ def two_sweeps() -> None:
             for column in range(4):
                 is_diagonal = row == column
                 color = "orange" if (row, column) == (1, 2) else "white"
-                color = "grey" if is_diagonal else color
+                color = "gray" if is_diagonal else color
                 f.box(left + 40 + 50 * column, 55 + 50 * row, 48, 48, "", color)
                 if is_diagonal:
                     f.words(left + 64 + 50 * column, 79 + 50 * row, "pos", 11)
@@ -203,12 +203,12 @@ def gradient_cache() -> None:
     f.words(160, 20, "first forward: without a graph", 14, bold=True)
     f.words(740, 20, "replay: inside the backward", 14, bold=True)
     for n in range(3):
-        f.box(20, 45 + 70 * n, 110, 46, f"micro-batch {n + 1}", "grey")
+        f.box(20, 45 + 70 * n, 110, 46, f"micro-batch {n + 1}", "gray")
         f.box(190, 45 + 70 * n, 110, 46, f"features {n + 1}", "blue")
         f.arrow(130, 68 + 70 * n, 190, 68 + 70 * n, text="tower")
         f.arrow(300, 68 + 70 * n, 365, 138)
         f.box(590, 45 + 70 * n, 110, 46, f"dL/dfeatures {n + 1}", "orange", 12)
-        f.box(770, 45 + 70 * n, 110, 46, f"micro-batch {n + 1}\nreplayed", "grey", 12)
+        f.box(770, 45 + 70 * n, 110, 46, f"micro-batch {n + 1}\nreplayed", "gray", 12)
         f.arrow(535, 138, 590, 68 + 70 * n)
         f.arrow(700, 68 + 70 * n, 770, 68 + 70 * n)
     f.box(365, 108, 170, 60, "loss over all features\nof all ranks", "green")
@@ -228,7 +228,7 @@ def exchange() -> None:
         f.box(150, y, 60, 42, f"T{rank}, 0", "orange")
         f.box(214, y, 60, 42, f"T{rank}, 1", "green")
         f.arrow(274, y + 21, 345, y + 21)
-    f.box(345, 45, 105, 210, "all-gather\nof slice 1\n \nwhile slice 0\nis in use", "grey")
+    f.box(345, 45, 105, 210, "all-gather\nof slice 1\n \nwhile slice 0\nis in use", "gray")
     for n in range(4):
         f.box(520 + 46 * n, 45, 44, 42, f"T{n}, 0", "orange", 12)
         f.box(520 + 46 * n, 101, 44, 42, f"T{n}, 1", "green", 12)
@@ -237,7 +237,7 @@ def exchange() -> None:
     f.box(520, 165, 182, 90, "every rank: its I times\na block of all T,\nin tiles", "blue")
     f.arrow(611, 143, 611, 165)
     home = "to the owners:\nlog-sum-exps\nby all-to-all,\ndT by\nreduce-scatter"
-    f.box(755, 100, 130, 110, home, "grey", 12)
+    f.box(755, 100, 130, 110, home, "gray", 12)
     f.arrow(702, 210, 730, 210, 730, 155, 755, 155)
     f.words(
         450,

@@ -13,7 +13,7 @@ from benchmarks.preflight import STEPS, Task
 from lightning_mp import BalancedAMP, PrecisionPreflight
 
 ROOT = Path(__file__).resolve().parents[2]
-# The page's own style has colours for light and dark; a picture has one background.
+# The page's own style has colors for light and dark; a picture has one background.
 STYLE = """
 text { font: 12px Helvetica, Arial, sans-serif; fill: #59626d; }
 .name { text-anchor: end; fill: #1b1f24; } .name.mends { fill: #b3261e; font-weight: bold; }

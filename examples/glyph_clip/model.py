@@ -65,7 +65,7 @@ class GlyphCLIP(LightningModule):
         self.recall = ContrastiveRecall(top_k=(1, 5, 10))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Encode glyphs and names as normalised features, ``(b, D)`` each."""
+        """Encode glyphs and names as normalized features, ``(b, D)`` each."""
         image_bD = F.normalize(self.visual(batch["image"]), dim=-1)
         text_bD = F.normalize(self.text(batch["text"]), dim=-1)
         return image_bD, text_bD

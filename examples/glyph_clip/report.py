@@ -30,7 +30,7 @@ MICRO_BATCH = 256  # the value of the config
 
 @torch.no_grad()
 def encode(model: GlyphCLIP, table: GlyphTable) -> tuple[Tensor, Tensor]:
-    """Encode every row of a table as normalised features, ``(N, D)`` each."""
+    """Encode every row of a table as normalized features, ``(N, D)`` each."""
     # Without the jitter of training.
     model.eval()
     features = [model(b) for b in BatchLoader(table, RowSampler(len(table), batch_size=512))]

@@ -32,14 +32,14 @@ def jitter(image_b1HW: Tensor, strength: float) -> Tensor:
     map_b23 = torch.stack([map_b3, below_b3], 1)
     grid = F.affine_grid(map_b23, list(image_b1HW.shape), align_corners=False)
     image_b1HW = F.grid_sample(image_b1HW, grid, align_corners=False)
-    # The maximum of neighbours makes strokes bolder, the minimum lighter.
-    bold = _neighbour_max(image_b1HW) - image_b1HW
-    light = _neighbour_max(-image_b1HW) + image_b1HW
+    # The maximum of neighbors makes strokes bolder, the minimum lighter.
+    bold = _neighbor_max(image_b1HW) - image_b1HW
+    light = _neighbor_max(-image_b1HW) + image_b1HW
     amount = (torch.rand(b, 1, 1, 1, device=image_b1HW.device) - 0.5) * min(strength, 1.0)
     return image_b1HW + amount.clamp(min=0) * bold + amount.clamp(max=0) * light
 
 
-def _neighbour_max(image_b1HW: Tensor) -> Tensor:
+def _neighbor_max(image_b1HW: Tensor) -> Tensor:
     """Return the maximum over 3 x 3 pixels, on a CPU ten times as fast as `max_pool2d`."""
     padded = F.pad(image_b1HW, (1, 1, 1, 1))
     rows = torch.maximum(padded[..., :-2, :], padded[..., 2:, :]).maximum(padded[..., 1:-1, :])
@@ -67,8 +67,8 @@ class GlyphTower(nn.Module):
             nn.Conv2d(width, width, 3, padding=1),
         ]
         for convolution in convolutions:
-            # There is no normalisation (BatchNorm would see micro-batches), so the initial weights
-            # must preserve the variance; torch's default initialisation reduces it in each layer.
+            # There is no normalization (BatchNorm would see micro-batches), so the initial weights
+            # must preserve the variance; torch's default initialization reduces it in each layer.
             nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
             nn.init.zeros_(convolution.bias)  # type: ignore[arg-type]
             # On a CPU, channels-last is faster in forward and backward.

@@ -74,7 +74,7 @@ class RecipeCLIP(pl.LightningModule):
             self._image_encoder.eval()
 
     def encode_image(self, images: Tensor) -> Tensor:
-        """Return normalised features of uint8 images."""
+        """Return normalized features of uint8 images."""
         # Converted here, so that batches are stored and copied as uint8, a quarter of fp32.
         images = images.to(self.dtype) / 127.5 - 1
         if self.is_open_clip:
@@ -83,7 +83,7 @@ class RecipeCLIP(pl.LightningModule):
         return F.normalize(self.model.visual_projection(pooled), dim=-1)
 
     def encode_text(self, tokens: Tensor) -> Tensor:
-        """Return normalised features."""
+        """Return normalized features."""
         if self.is_open_clip:
             return F.normalize(self.model.encode_text(tokens), dim=-1)
         pooled = self.model.text_model(input_ids=tokens).pooler_output

@@ -28,7 +28,7 @@ def tokens_of(caption: str, length: int) -> Tensor:
 
 
 def image_of(data: bytes, edge: int) -> Tensor:
-    """Return the resized centre crop of an image file, uint8 of shape (3, edge, edge)."""
+    """Return the resized center crop of an image file, uint8 of shape (3, edge, edge)."""
     from PIL import Image, ImageOps
 
     # Files may be greyscale, have a palette, or be transparent.

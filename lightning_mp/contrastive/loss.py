@@ -82,7 +82,7 @@ class ContrastiveLoss(nn.Module):
         hardness: Add `hardness` times its similarity, without gradient, to each image's negative.
 
     Shapes:
-        image_features: (b, D), normalised. text_features: (n, D), n >= b. logit_scale,
+        image_features: (b, D), normalized. text_features: (n, D), n >= b. logit_scale,
         logit_bias: one value. Returns a scalar in fp32; in float64 for float64 features.
 
     Raises:

@@ -55,7 +55,7 @@ class MatryoshkaLoss(nn.Module):
         loss: The loss of each prefix; `None` is `ContrastiveLoss()`.
         widths: Widths of the prefixes. The full width counts only if it is listed.
         weights: Weight of each prefix; `None` is 1 each.
-        normalize: Normalise prefixes to length 1, rounded to the dtype of the features.
+        normalize: Normalize prefixes to length 1, rounded to the dtype of the features.
 
     Shapes:
         image_features: (b, D). text_features: (n, D), D at least the largest width.

@@ -73,7 +73,7 @@ class ClipLoss(_KnowsRanks):
         use_horovod: Must be False.
 
     Shapes:
-        image_features, text_features: (b, D), normalised. logit_scale: one value, already
+        image_features, text_features: (b, D), normalized. logit_scale: one value, already
         exponentiated. logit_bias: one value or `None`. Returns a scalar.
 
     Raises:
@@ -136,7 +136,7 @@ class SigLipLoss(_KnowsRanks, SigmoidContrastiveLoss):
         chunk_size: Has no effect. In open_clip it is the number of rows of logits in memory.
 
     Shapes:
-        image_features, text_features: (b, D), normalised. logit_scale, logit_bias: one value each.
+        image_features, text_features: (b, D), normalized. logit_scale, logit_bias: one value each.
         Returns a scalar.
 
     Raises:

@@ -44,7 +44,7 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         exchange: How ranks exchange texts.
 
     Shapes:
-        image_features: (b, D), normalised. text_features: (n, D) with n >= b. ids: (n,).
+        image_features: (b, D), normalized. text_features: (n, D) with n >= b. ids: (n,).
         logit_scale, logit_bias: one value; SigLIP starts at 10 and -10: with a bias near -log(B),
         the many negatives do not dominate the first steps. Returns a scalar in fp32; in float64
         for float64 features.

@@ -159,7 +159,7 @@ def batch_norm(run: StartedRun) -> Iterator[Finding]:
                 "BatchNorm in a tower",
                 "wrong",
                 f"The tower `{name}` has BatchNorm, first in `{name}.{norms[0]}`.",
-                "BatchNorm normalises by the statistics of a micro-batch, so the gradients differ "
+                "BatchNorm normalizes by the statistics of a micro-batch, so the gradients differ "
                 "from those of the rank batch.",
                 "Replace BatchNorm by LayerNorm or GroupNorm, or freeze it (`eval()`).",
             )

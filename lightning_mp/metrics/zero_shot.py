@@ -199,7 +199,7 @@ class ZeroShotAccuracy(Metric):
                     "Call `update_prompts(text_features, class_ids)` for all "
                     f"{self.num_classes} classes on every rank, after each `reset()`."
                 )
-            # Normalised sums equal normalised means.
+            # Normalized sums equal normalized means.
             self._classes_CD = unit_rows(self._sums_CD)[0]
         return self._classes_CD
 

@@ -61,11 +61,11 @@ def split_weight(master: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
     residual = (master - plain).mul_(1 / unit)
     residual.copy_(residual.to(half))
     # One residual in 8000 rounds up to half a ULP of its weight. The sum may then round to the
-    # weight's neighbour, and a resumed run would compute with the neighbour. Such a residual is
+    # weight's neighbor, and a resumed run would compute with the neighbor. Such a residual is
     # replaced by the next smaller value.
-    is_neighbour = plain.copy_(plain.add_(residual, alpha=unit).to(half).ne_(weight))
+    is_neighbor = plain.copy_(plain.add_(residual, alpha=unit).to(half).ne_(weight))
     # 0.6 eps is 0.6 to 1.2 ULP anywhere in a binade, which rounds to one ULP.
-    residual.mul_(is_neighbour.mul_(-0.6 * torch.finfo(half).eps).add_(1))
+    residual.mul_(is_neighbor.mul_(-0.6 * torch.finfo(half).eps).add_(1))
     # The residual of a finite weight is finite.
     return weight, residual.nan_to_num_(0.0, 0.0, 0.0).to(half)
 
@@ -161,7 +161,7 @@ def _as_vector(tensors: Sequence[Tensor]) -> Tensor:
 def round_stochastically(
     master: Tensor, half: torch.dtype, *, generator: torch.Generator | None = None
 ) -> Tensor:
-    r"""Round fp32 values randomly to one of their two neighbours in `half`, without bias.
+    r"""Round fp32 values randomly to one of their two neighbors in `half`, without bias.
 
     .. math::
         P(\lceil m \rceil) = \frac{m - \lfloor m \rfloor}{\lceil m \rceil - \lfloor m \rfloor}
@@ -173,7 +173,7 @@ def round_stochastically(
     noise = torch.randint(
         1 << lost, master.shape, generator=generator, device=master.device, dtype=torch.int32
     )
-    # A carry out of the lost bits moves the magnitude to the next larger neighbour.
+    # A carry out of the lost bits moves the magnitude to the next larger neighbor.
     bits = master.contiguous().view(torch.int32) + noise
     rounded = (bits >> lost << lost).view(torch.float32)
     if half == torch.float16:  # below 2^-14 the spacing is 2^-24

@@ -54,7 +54,7 @@ def launching_on(device: torch.device) -> contextlib.AbstractContextManager[obje
 
 
 def _launch_probe(device: torch.device) -> None:
-    """Launch a minimal kernel; without synchronisation, because failures precede its execution."""
+    """Launch a minimal kernel; without synchronization, because failures precede its execution."""
     from lightning_mp.numerics.probe_kernels import probe_kernel
 
     with launching_on(device):

@@ -49,7 +49,7 @@ OUR_VECTORS = 16  # at most; 1/24 of the features at D = 768
 
 
 def our_features_bytes(rank_batch: float, width: int, itemsize: int = FP32) -> float:
-    """Return the bytes of both towers' features, before and after normalisation."""
+    """Return the bytes of both towers' features, before and after normalization."""
     return 4.0 * rank_batch * width * itemsize
 
 

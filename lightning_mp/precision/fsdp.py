@@ -32,7 +32,7 @@ class ShardedBalancedAMP(BalancedAMP):
         loss_scale: `"dynamic"`, a number for a static scale, or a `LossScaleConfig`. `None` is
             dynamic for fp16 and no loss scale for bf16.
         fp32_modules: Modules that keep fp32 weights and compute in fp32: `"norm"` for all
-            normalisation layers, class names, or dotted names.
+            normalization layers, class names, or dotted names.
         fp32_ops: Names of torch functions to run in fp32 in addition to those of the policy.
         half_ops: Names of torch functions to run in half precision.
         reduce_dtype: Dtype in which gradients are averaged, `"fp32"` or `"half"`.

@@ -37,7 +37,7 @@ class InfClamp:
     Args:
         modules: Each entry is `"auto"` (the residual stream of a transformer, found by names and
             structure), the dotted path of a module, the name of a class or base class (all its
-            modules), or `"norm"` (all normalisation layers). The outputs of the module itself are
+            modules), or `"norm"` (all normalization layers). The outputs of the module itself are
             clamped, not those of its submodules.
         gradient: Gradient of a clamped element: `"zero"` as in T5, or `"straight_through"`, which
             passes the gradient unchanged and may let it grow from block to block.

@@ -34,7 +34,7 @@ def _loss_peak(method: str, rows: int, width: int) -> int:
     """Return the peak memory of loss and backward on this rank."""
     random = torch.Generator().manual_seed(dist.get_rank())
     image_bD, text_bD = (
-        # Length of about 1, as normalised features have.
+        # Length of about 1, as normalized features have.
         torch.randn(rows, width, generator=random).div_(width**0.5).requires_grad_()
         for _ in range(2)
     )

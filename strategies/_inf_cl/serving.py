@@ -273,7 +273,7 @@ def _warn_about_batch_norm(towers: Sequence[Tower]) -> None:
     ]
     if names:
         rank_zero_warn(
-            f"{len(names)} BatchNorm layers in the towers (the first is `{names[0]}`) normalise by "
+            f"{len(names)} BatchNorm layers in the towers (the first is `{names[0]}`) normalize by "
             "the statistics of a micro-batch of `micro_batch_size` rows, not of the whole batch. "
             "If this matters, use LayerNorm or GroupNorm, or a larger `micro_batch_size`."
         )

@@ -161,7 +161,7 @@ def test_fp16_weights_under_plain_adamw_name_epsilon_as_the_cause() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_dead_layer_is_named_instead_of_its_neighbours(layer: int) -> None:
+def test_dead_layer_is_named_instead_of_its_neighbors(layer: int) -> None:
     def kill(module: Any, step: int) -> None:
         if step == 20:
             with torch.no_grad():

@@ -48,9 +48,9 @@ def test_moments_equal_a_reference(mean: float, size: float, dtype: torch.dtype)
         assert math.isnan(found["kurtosis"])
         return
     expected = _reference(x.double().numpy().ravel())
-    # Rounding of a sum of n terms in one direction; x - mean loses a factor of `cancelled`.
-    cancelled = 1 + abs(expected["mean"]) / expected["std"]
-    bound = x.numel() * EPS * cancelled**2
+    # Rounding of a sum of n terms in one direction; x - mean loses a factor of `canceled`.
+    canceled = 1 + abs(expected["mean"]) / expected["std"]
+    bound = x.numel() * EPS * canceled**2
     for name, value in expected.items():
         slack = expected["std"] if name == "mean" else abs(value)
         assert abs(found[name] - value) <= bound * slack, name

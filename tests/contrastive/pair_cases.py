@@ -267,9 +267,9 @@ def check(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, what:
     assert relative_error(loss, expected[0]) < rounding, what
     # At a positive, p - 1 cancels: p has the error of its logit near 20, 20 units of float64, and
     # each of the b rows has 20 / b times this error, however small the gradient is.
-    cancelled = 20 * 20 * torch.finfo(torch.float64).eps / len(expected[1]) ** 0.5
+    canceled = 20 * 20 * torch.finfo(torch.float64).eps / len(expected[1]) ** 0.5
     for value, right in zip(d_features, expected[1:-1], strict=True):
-        assert (value - right).norm() < (rounding + eps) * right.norm() + cancelled, what
+        assert (value - right).norm() < (rounding + eps) * right.norm() + canceled, what
     # The scale's gradient sums <I, dI> / scale, whose terms cancel: the bound is a sum of |I| |dI|.
     size = expected[1].norm(dim=1).sum() / 20
     assert (d_scale - expected[-1]).abs() < rounding * (size + expected[-1].abs()) + 1e-7, what

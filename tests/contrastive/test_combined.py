@@ -248,7 +248,7 @@ def test_loss_equals_sentence_transformers(case: str, texts: int) -> None:
     inputs = [image.requires_grad_(), text.requires_grad_()]
     theirs = peer.compute_loss_from_embeddings([image, *text.split(9)], None)
     scale = torch.tensor(SCALE, dtype=torch.float64)
-    # The peer normalises inside, which removes the component of a gradient along its row.
+    # The peer normalizes inside, which removes the component of a gradient along its row.
     ours = ContrastiveLoss(**setup)(*(F.normalize(x, dim=1) for x in inputs), scale)
     for value, wanted in zip(
         differentiated(ours, *inputs), differentiated(theirs, *inputs), strict=True

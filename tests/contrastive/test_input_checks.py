@@ -55,7 +55,7 @@ def test_probable_mistake_warns_once(name: str, as_tensor: bool) -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("name", WRONG)
 def test_inputs_of_matryoshka_are_checked_like_features(name: str, normalize: bool) -> None:
-    """Norms are not checked if the loss normalises the features."""
+    """Norms are not checked if the loss normalizes the features."""
     features, scale, message = WRONG[name]
     warned = said(MatryoshkaLoss(widths=[WIDTH, 4], normalize=normalize), features, scale)
     assert [message in one for one in warned] == ([] if normalize and name == "norms" else [True])

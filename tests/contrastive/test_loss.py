@@ -14,7 +14,7 @@ from lightning_mp.numerics import FLOAT_DTYPES
 from tests.reference.contrastive import reference, relative_error
 
 # Some scales and features here are meant to be extreme.
-pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise features)")
+pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalize features)")
 
 # The reference gets the rounded inputs, so their rounding does not count. Gradients are rounded to
 # the dtype of the features.

@@ -20,7 +20,7 @@ from lightning_mp import ContrastiveLoss
 from tests.processes import run_ranks
 
 # Some scales and features here are meant to be extreme.
-pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise features)")
+pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalize features)")
 
 
 def features(*dtypes: torch.dtype) -> list[Tensor]:

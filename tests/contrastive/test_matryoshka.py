@@ -1,4 +1,4 @@
-"""`MatryoshkaLoss` equals the float64 sum over normalised prefixes, on one rank and several."""
+"""`MatryoshkaLoss` equals the float64 sum over normalized prefixes, on one rank and several."""
 
 import contextlib
 import itertools
@@ -64,7 +64,7 @@ def test_loss_equals_the_sum_over_prefixes(
         doubles = [x.detach().double().requires_grad_() for x in inputs]
         right = dense(*doubles, torch.arange(193), ids=ids, normalize=normalize)
         expected = [right.detach(), *torch.autograd.grad(right, doubles)]
-        # Normalised prefixes are rounded to bf16, so logits of 20 have an error of 20 eps, and the
+        # Normalized prefixes are rounded to bf16, so logits of 20 have an error of 20 eps, and the
         # softmax has this relative error.
         rounded = 20 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
         for value, other in zip(found, expected, strict=True):

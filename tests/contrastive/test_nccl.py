@@ -49,7 +49,7 @@ def _on_gpu(rank: int, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def features(sizes: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the normalised features of all ranks, equal on every rank."""
+    """Return the normalized features of all ranks, equal on every rank."""
     generator = torch.Generator().manual_seed(3)
     image, noise = (torch.randn(sum(sizes), WIDTH, generator=generator) for _ in range(2))
     pairs = (image, 0.4 * image + noise)

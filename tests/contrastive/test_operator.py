@@ -14,7 +14,7 @@ from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive import _operator
 
 # Some scales and features here are meant to be extreme.
-pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise features)")
+pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalize features)")
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from tests.reference.contrastive import dense_sigmoid_loss, relative_error, sigm
 NAMES = ("image", "text", "scale", "bias")
 
 # Some scales and features here are meant to be extreme.
-pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise features)")
+pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalize features)")
 
 
 def leaves(b: int, width: int, dtype: torch.dtype, scale: float, bias: float) -> list[Tensor]:

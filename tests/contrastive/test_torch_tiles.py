@@ -19,7 +19,7 @@ from tests.contrastive.visible import visible
 from tests.reference.contrastive import HARD, hard_features, reference, relative_error
 
 # Some scales and features here are meant to be extreme.
-pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise features)")
+pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalize features)")
 
 CPU = torch.device("cpu")
 

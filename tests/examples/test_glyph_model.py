@@ -32,7 +32,7 @@ def test_glyph_tower_jitters_in_training_only():
 
 
 @pytest.mark.slow
-def test_name_tower_does_not_depend_on_the_seed_or_its_neighbours():
+def test_name_tower_does_not_depend_on_the_seed_or_its_neighbors():
     names = encode_names(["LATIN SMALL LETTER A WITH ACUTE", "DIGIT ONE"])
     text = torch.from_numpy(names)
     torch.manual_seed(0)

@@ -19,16 +19,16 @@ CLASSES, PROMPTS, WIDTH, IMAGES = 7, 3, 12, 101
 
 def make_data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(CLASSES, WIDTH, generator=generator)
+    centers = torch.randn(CLASSES, WIDTH, generator=generator)
     class_ids = torch.arange(CLASSES).repeat(PROMPTS)
-    prompts = centres[class_ids] + torch.randn(len(class_ids), WIDTH, generator=generator)
+    prompts = centers[class_ids] + torch.randn(len(class_ids), WIDTH, generator=generator)
     target = torch.randint(CLASSES, (IMAGES,), generator=generator)
-    images = centres[target] + 1.5 * torch.randn(IMAGES, WIDTH, generator=generator)
+    images = centers[target] + 1.5 * torch.randn(IMAGES, WIDTH, generator=generator)
     return prompts.to(dtype) * 3, class_ids, images.to(dtype), target
 
 
 def recipe(prompts: Tensor, class_ids: Tensor, images: Tensor, target: Tensor, k: int) -> float:
-    """Return top-k accuracies as in CLIP's notebook: normalise, average, normalise, multiply."""
+    """Return top-k accuracies as in CLIP's notebook: normalize, average, normalize, multiply."""
     classes = [F.normalize(prompts[class_ids == c].double(), dim=1).mean(0) for c in range(CLASSES)]
     weights = torch.stack([mean / mean.norm() for mean in classes], 1)
     scores = F.normalize(images.double(), dim=1) @ weights

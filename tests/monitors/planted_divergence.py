@@ -108,8 +108,8 @@ def mislabel(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x, (100 - 300 * y if index >= 150 and index % 8 == 6 else y)
 
 
-class Mislabelled(Fit):
-    """Has learned if the loss of correctly labelled batches has halved."""
+class Mislabeled(Fit):
+    """Has learned if the loss of correctly labeled batches has halved."""
 
     def progress(self) -> tuple[float, float]:
         good = [x for i, x in enumerate(self.losses) if i < 150 or i % 8 != 6]
@@ -201,8 +201,8 @@ FAILURES = [
         remedy={"optimizer": functools.partial(SafeAdamW, clip_update_rms=1.0)},
     ),
     Planted(
-        name="mislabelled batches",
-        model=Mislabelled,
+        name="mislabeled batches",
+        model=Mislabeled,
         settings={
             "steps": 300, "lr": 1e-2, "corrupt": mislabel,
             "optimizer": functools.partial(AdamW, fused=True),

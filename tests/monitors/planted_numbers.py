@@ -218,7 +218,7 @@ class Attention(nn.Module):
     """Attention among the eight numbers of a sample.
 
     Args:
-        has_norm: Whether queries and keys are normalised, which bounds the logits.
+        has_norm: Whether queries and keys are normalized, which bounds the logits.
     """
 
     def __init__(self, has_norm: bool = False) -> None:
@@ -373,8 +373,8 @@ FAILURES = [
         model=Sharpened,
         monitor="ActivationRangeMonitor", kind="attention_logit",
         tensors=("network.attention",), step=160,
-        advises="Normalise queries and keys",
-        cure="normalised queries and keys", remedy={"has_norm": True},
+        advises="Normalize queries and keys",
+        cure="normalized queries and keys", remedy={"has_norm": True},
     ),
     Planted(
         name="underflow of gradients from the first step",

@@ -207,8 +207,8 @@ FAILURES = [
         model=Narrows,
         monitor="ActivationRangeMonitor", kind="attention_entropy",
         tensors=("network.attention",), step=180,
-        advises="Normalise queries and keys",
-        cure="normalised queries and keys", remedy={"has_norm": True},
+        advises="Normalize queries and keys",
+        cure="normalized queries and keys", remedy={"has_norm": True},
     ),
     Planted(
         name="router that sends all tokens to one expert",

@@ -88,7 +88,7 @@ class Pairs(Learner):
     """Aligns two towers; judged by the distance of features, 0.25 if they fill a sphere.
 
     Args:
-        has_negatives: Whether the loss has negatives; otherwise equal features minimise it.
+        has_negatives: Whether the loss has negatives; otherwise equal features minimize it.
         lr: The learning rate.
     """
 

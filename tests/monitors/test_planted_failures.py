@@ -30,7 +30,7 @@ LONG = {
     "learning rate at which GPT-2 diverges in its first steps",
     "exploding activations of a deep network",
     "sudden growth of the gradient of an embedding",
-    "mislabelled batches",
+    "mislabeled batches",
     "division by the standard deviation of a constant",
 }
 

@@ -32,7 +32,7 @@ def values(count: int, lowest: int, highest: int) -> Tensor:
 
 
 def near_ties(half: torch.dtype, count: int) -> Tensor:
-    """Return fp32 values at and near the middle between two neighbouring half values."""
+    """Return fp32 values at and near the middle between two neighboring half values."""
     lower = values(count, -24, 14).to(half)
     upper = (lower.view(torch.int16) + 1).view(half)
     middle = (lower.float() + upper.float()) / 2
@@ -141,7 +141,7 @@ def test_updates_below_half_a_ulp_accumulate(half: torch.dtype) -> None:
 # --- stochastic rounding --------------------------------------------------------------------------
 
 
-def neighbours(m: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
+def neighbors(m: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the half values next to each value, in float64: the one towards 0 first."""
     nearest = m.to(half)
     is_beyond = nearest.double().abs() > m.double().abs()
@@ -162,14 +162,14 @@ cases = pytest.mark.parametrize(("half", "lowest", "highest"), CASES.values(), i
 
 
 @cases
-def test_stochastic_rounding_is_unbiased_and_returns_neighbours_only(
+def test_stochastic_rounding_is_unbiased_and_returns_neighbors_only(
     half: torch.dtype, lowest: int, highest: int
 ) -> None:
     draws = 4096
     m = values(301, lowest, highest)
     many = round_stochastically(m.expand(draws, -1), half)
     assert many.dtype == half
-    inner, outer = neighbours(m, half)
+    inner, outer = neighbors(m, half)
     assert ((many.double() == outer) | (many.double() == inner)).all()
     is_outer = (many.double() == outer) & (inner != outer)
     wanted = ((m.double() - inner).abs() / (outer - inner).abs()).nan_to_num()

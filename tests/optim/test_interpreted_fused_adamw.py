@@ -209,7 +209,7 @@ def test_stochastic_rounding_is_unbiased(half, magnitude):
     is_up = (values == high).float()
     spread = math.sqrt(part * (1 - part) / count)
     assert abs(is_up.mean().item() - part) < 5 * spread
-    # The noise of neighbours, groups of four, blocks, chunks and tensors is independent.
+    # The noise of neighbors, groups of four, blocks, chunks and tensors is independent.
     for distance in (1, 2, 3, 4, BLOCK.value, CHUNK.value, count // 2):
         both = (is_up[distance:] * is_up[:-distance]).mean().item()
         assert abs(both - part**2) < 6 * math.sqrt(part**2 / (count - distance))

@@ -55,7 +55,7 @@ def test_characters_are_the_same_at_any_size_and_differ() -> None:
     assert torch.corrcoef(torch.stack([small.flatten(), halved.flatten()]))[0, 1] > 0.9
     assert abs(float(small.mean())) < 0.3
     assert 0.5 < float(small.std()) < 2
-    # Nearest neighbours show the same character much more often than by chance, 1 in 36.
+    # Nearest neighbors show the same character much more often than by chance, 1 in 36.
     distance = torch.cdist(small.flatten(1), small.flatten(1)).fill_diagonal_(torch.inf)
     assert (labels[distance.argmin(1)] == labels).float().mean() > 5 / len(CHARACTERS)
 

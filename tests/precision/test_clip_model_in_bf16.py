@@ -27,7 +27,7 @@ def pairs(seed: int) -> DataLoader:
 
 
 class TinyCLIP(pl.LightningModule):
-    """Two towers of two randomly initialised layers."""
+    """Two towers of two randomly initialized layers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def make(kind: str, peak: float = 1.0) -> nn.Module:
     for path, module in made.named_modules():
         if peak > 1 and path.split(".")[-1] in LAST_LAYERS:
             module.weight.data.mul_(peak).clamp_(-6e4, 6e4)
-        elif peak > 1 and path.split(".")[-1] in INNER_LAYERS:  # initialised to 0.02
+        elif peak > 1 and path.split(".")[-1] in INNER_LAYERS:  # initialized to 0.02
             module.weight.data.mul_(30)
     return made.train()
 

@@ -8,7 +8,7 @@ from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
 
 class RMSNormLike(nn.Module):
-    """A norm that is recognised by the name of its class."""
+    """A norm that is recognized by the name of its class."""
 
 
 class DropPath(nn.Module):

@@ -63,7 +63,7 @@ class Shifts(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """Scales a branch by 1e-5, like ConvNeXt at initialisation, so gradients shrink as much."""
+    """Scales a branch by 1e-5, like ConvNeXt at initialization, so gradients shrink as much."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -168,7 +168,7 @@ def test_towers_frozen_and_unfrozen_train_like_in_one_process(
             assert torch.equal(end, other[schedule]), f"{schedule}: ranks differ"
 
 
-class Normalised(TinyCLIP):
+class Normalized(TinyCLIP):
     """Records a running average before the towers of each step update it."""
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class Normalised(TinyCLIP):
 
 
 def _normalise(rank: int) -> Tensor:
-    model = Normalised()
+    model = Normalized()
     trainer = make_trainer(InfCLStrategy(micro_batch_size=4), devices=2, max_epochs=1)
     trainer.fit(model, loader(48, 8))
     return torch.stack(model.means)

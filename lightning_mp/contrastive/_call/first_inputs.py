@@ -1,4 +1,4 @@
-"""Warnings about probable mistakes in inputs: transposed or unnormalised features, negative scale.
+"""Warnings about probable mistakes in inputs: transposed or unnormalized features, negative scale.
 
 Shapes:
     b: rank batch. D: feature width.
@@ -61,7 +61,7 @@ class FirstInputs:
         self.calls += 1
         if self.calls & (self.calls - 1):  # not a power of two
             return
-        # `MatryoshkaLoss` normalises features itself, so their norms do not matter.
+        # `MatryoshkaLoss` normalizes features itself, so their norms do not matter.
         shape = (*request.image.shape, request.normalize)
         numbers = _input_norms(request.image, request.text, request.scale)
         if numbers.is_cuda:
@@ -109,7 +109,7 @@ class FirstInputs:
                 "norms",
                 f"Passed features of norm {image_norm:.3g} (images) and {text_norm:.3g} (texts) "
                 f"with `logit_scale={scale:.3g}`: logits may reach {logit:.3g}; in CLIP they "
-                "end at 100. Normalise features first: `F.normalize(features, dim=-1)`.",
+                "end at 100. Normalize features first: `F.normalize(features, dim=-1)`.",
             )
 
     def _warn_once(self, kind: str, message: str) -> None:

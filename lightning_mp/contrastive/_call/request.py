@@ -297,7 +297,7 @@ def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     if isinstance(value, np.ndarray):
         # numpy deprecates `float()` of an array of shape (1,).
         value = value.item()
-    # `torch.tensor` would copy from pageable memory, which synchronises and breaks CUDA graphs.
+    # `torch.tensor` would copy from pageable memory, which synchronizes and breaks CUDA graphs.
     return torch.full((), float(value), dtype=ACCUMULATION_DTYPES[like.dtype], device=like.device)
 
 

@@ -1,9 +1,9 @@
-"""Prefixes of features, their normalisation, and its gradient.
+"""Prefixes of features, their normalization, and its gradient.
 
 Shapes:
     n: rows. D: full width. d: width of a prefix.
 
-The gradient of the normalisation `x_d = prefix / |prefix|` is linear in dL/dx_d,
+The gradient of the normalization `x_d = prefix / |prefix|` is linear in dL/dx_d,
 
     dL/dprefix = (dL/dx_d - <dL/dx_d, x_d> x_d) / |prefix|,
 
@@ -40,7 +40,7 @@ class Prefix(NamedTuple):
 
 
 class PrefixFeatures(NamedTuple):
-    """Features of one prefix, and their norms before normalisation."""
+    """Features of one prefix, and their norms before normalization."""
 
     features_nd: Tensor
     norm_n1: Tensor | None
@@ -48,7 +48,7 @@ class PrefixFeatures(NamedTuple):
     def add_gradient(self, total_nD: Tensor, grad_nd: Tensor, weight: float) -> None:
         """Add the gradient of the prefix to the gradient of the full features, in place."""
         if self.norm_n1 is not None:
-            # The component along the feature changes the norm only, which normalisation removes.
+            # The component along the feature changes the norm only, which normalization removes.
             unit_nd = self.features_nd.to(grad_nd.dtype)
             along_n1 = (grad_nd * unit_nd).sum(1, keepdim=True)
             grad_nd = grad_nd.addcmul(along_n1, unit_nd, value=-1.0).div_(self.norm_n1)

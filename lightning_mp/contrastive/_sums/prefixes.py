@@ -6,7 +6,7 @@ Shapes:
 
 Texts are exchanged once, at full width. For each block of texts, all prefixes are swept in turn, as
 in `softmax`, with the same workspace. There are k log-sum-exps per column. Gradients are returned
-once, at full width, because the gradient of the normalisation is linear.
+once, at full width, because the gradient of the normalization is linear.
 """
 
 import torch
@@ -112,7 +112,7 @@ def _gradients(
 ) -> tuple[list[Tensor] | None, Tensor | None]:
     """Return the negatives' part of the gradients of each image prefix, and of the full texts."""
     dtype, d_images = plan.dtype, None
-    # The scale's gradient is computed from that of the images' normalised prefixes.
+    # The scale's gradient is computed from that of the images' normalized prefixes.
     if plan.needs_grad.image or plan.needs_grad.scale:
         d_images = [torch.empty_like(x.features_nd, dtype=dtype) for x in images]
     d_text = plan.exchange.home("sum") if plan.needs_grad.text else None

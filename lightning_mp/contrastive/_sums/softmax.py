@@ -77,7 +77,7 @@ def negatives(
     row_neg_b = image_bD.new_empty(len(image_bD), dtype=plan.state)
     columns = plan.exchange.home("logsumexp")
     for block in sweep(plan):
-        # Uninitialised, because `Logits.fresh` says that it is overwritten.
+        # Uninitialized, because `Logits.fresh` says that it is overwritten.
         part_m = row_neg_b.new_empty(len(block.text_mD))
         maxima = None if largest is None else largest.fresh(part_m)
         logits = block.logits(image_bD, block.text_mD, stored)

@@ -154,7 +154,7 @@ class Plan:
 class ColumnBlock(NamedTuple):
     """One block of visiting columns.
 
-    `values` are those of `sweep`. Per-row sums are uninitialised if it `is_first`, per-column sums
+    `values` are those of `sweep`. Per-row sums are uninitialized if it `is_first`, per-column sums
     always.
     """
 

@@ -68,7 +68,7 @@ class TorchTiles(TileBackend):
         prepared: Prepared | None = None,
         maxima: Vectors | None = None,
     ) -> None:
-        # Uninitialised memory may hold NaN.
+        # Uninitialized memory may hold NaN.
         for total, is_fresh in zip(lses, logits.fresh, strict=True):
             if is_fresh:
                 total.fill_(-torch.inf)

@@ -143,7 +143,7 @@ class TowerCall:
         the micro-batches would be B x m, as if each image had only m - 1 negatives: a different
         loss. The tower runs on copies of one row, so that only their number differs.
         """
-        # Eager, because a compiler would specialise on these sizes.
+        # Eager, because a compiler would specialize on these sizes.
         is_compiling = "torch._dynamo" in sys.modules
         eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
         with undisturbed(self.device, self.module), eager:

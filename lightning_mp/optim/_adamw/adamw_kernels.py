@@ -31,7 +31,7 @@ ROWS = (
 NUM_WARPS = 8
 BLOCK = tl.constexpr(4 * 32 * NUM_WARPS)
 # With the size of a whole block, Triton would give masked blocks the same layout, in which one
-# thread holds neighbouring elements.
+# thread holds neighboring elements.
 MASKED_BLOCK = tl.constexpr(BLOCK.value // 2)
 CHUNK = tl.constexpr(4096)
 MAX_PARTS = tl.constexpr(1024)
@@ -320,7 +320,7 @@ def _atan2(y, x):
 
 @triton.jit
 def _round_stochastically(w, SIZE: tl.constexpr, HALF: tl.constexpr, seed, first_quad):
-    """Round stochastically to one of the two neighbours, without bias, like `round_stochastically`.
+    """Round stochastically to one of the two neighbors, without bias, like `round_stochastically`.
 
     Philox draws four words at a time, for four consecutive elements.
 
@@ -334,7 +334,7 @@ def _round_stochastically(w, SIZE: tl.constexpr, HALF: tl.constexpr, seed, first
     word0, word1, word2, word3 = tl.philox(seed, low, high, none, none)
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
     noise = (tl.reshape(words, [SIZE]) >> (32 - LOST)).to(tl.int32)
-    # A carry out of the dropped fp32 bits moves the magnitude to the next neighbour.
+    # A carry out of the dropped fp32 bits moves the magnitude to the next neighbor.
     bits = w.to(tl.int32, bitcast=True) + noise
     rounded = (bits >> LOST << LOST).to(tl.float32, bitcast=True)
     size = tl.abs(w)

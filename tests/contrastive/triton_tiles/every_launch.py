@@ -1,7 +1,7 @@
 """All launches of the package's kernels, over the cross product of options.
 
 Losses run forward and backward, as the operators call them, on fake features; optimizer steps and
-monitor statistics run on small tensors. The launchers decide how kernels are specialised.
+monitor statistics run on small tensors. The launchers decide how kernels are specialized.
 """
 
 import itertools

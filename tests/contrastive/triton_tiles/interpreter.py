@@ -269,7 +269,7 @@ def make_shard(
     scale: float = 100.0,
     diagonal: int | None = 0,
 ) -> Shard:
-    """Return a shard of random normalised features."""
+    """Return a shard of random normalized features."""
     rows, columns = (normalize(torch.randn(n, width), dim=1).to(dtype) for n in (b, m))
     return shard_of(rows, columns, scale, diagonal)
 

@@ -15,7 +15,7 @@ from tests.reference.contrastive import reference, relative_error
 # Some scales and features here are meant to be extreme.
 pytestmark = [
     pytest.mark.interpreted(rows=None),
-    pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise features)"),
+    pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalize features)"),
 ]
 
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from tests.reference.contrastive import HARD, hard_features, reference, relative
 
 pytestmark = [
     pytest.mark.interpreted,
-    pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise features)"),
+    pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalize features)"),
 ]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -271,7 +271,7 @@ def finite_or_zero(values):
 
 def make_peaks(like: Tensor) -> Tensor:
     """Return three initial peaks and a counter of programs."""
-    # The counter starts at the same value, so that one fill initialises all four.
+    # The counter starts at the same value, so that one fill initializes all four.
     return like.new_full((4,), _NONE.value, dtype=torch.int32)
 
 

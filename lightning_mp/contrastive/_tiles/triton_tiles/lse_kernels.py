@@ -71,7 +71,7 @@ def _is_outside(sums):
     return ~((sums >= _LOWEST_SUM) & (sums <= _HIGHEST_SUM))
 
 
-# Not specialised for multiples of 16, because the last batch of an epoch would compile another
+# Not specialized for multiples of 16, because the last batch of an epoch would compile another
 # kernel in the middle of training.
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
 def lse_kernel(
@@ -251,7 +251,7 @@ def _merge(
             power = tl.where(redone[:, None], power, tl.log2(power) + tl.load(reference))
             largest = tl.maximum(largest, tl.max(tl.where(mask, power, float("-inf")), 0))
     base = finite_or_zero(peak)
-    # Uninitialised values are not read, as they may be NaN.
+    # Uninitialized values are not read, as they may be NaN.
     old = tl.load(lse + index, mask=here & (fresh == 0), other=float("-inf"))
     new = tl.log2(total) + tl.load(reference).to(tl.float64)
     both = _log2_add_exp2(new, base + tl.log2(rest))

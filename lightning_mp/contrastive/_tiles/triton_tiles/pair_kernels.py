@@ -52,7 +52,7 @@ def prepare_kernel(
 
     Any reference is valid; a good one avoids computing tiles twice. Logits are at most
     `|scale| max|row| max|column|`, so a reference 111 powers of two below this bound never
-    overflows. If the bound is so large that ordinary logits would be below the range (unnormalised
+    overflows. If the bound is so large that ordinary logits would be below the range (unnormalized
     features), the reference comes from the largest logit of a sample instead: each program
     multiplies its rows by its columns. Columns of other ranks are assumed to be similar.
 

@@ -50,7 +50,7 @@ def _log2_1p(u):
     return value * u
 
 
-# `num_columns` is specialised, because a mask that ends at a multiple of 16 allows wide stores.
+# `num_columns` is specialized, because a mask that ends at a multiple of 16 allows wide stores.
 @triton.jit(do_not_specialize=["num_rows", "diagonal"])
 def sigmoid_kernel(
     rows, columns, log2_scale, log2_bias, factor,

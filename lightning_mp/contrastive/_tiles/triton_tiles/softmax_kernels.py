@@ -164,7 +164,7 @@ class SoftmaxFactors:
         return {**row_vectors, **column_vectors, "is_wide": self.is_wide}
 
 
-# `num_columns` is specialised, because a mask that ends at a multiple of 16 allows wide stores.
+# `num_columns` is specialized, because a mask that ends at a multiple of 16 allows wide stores.
 @triton.jit(do_not_specialize=["num_rows", "diagonal"])
 def softmax_kernel(
     rows, columns, log2_scale,
