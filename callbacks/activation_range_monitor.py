@@ -18,7 +18,7 @@ from lightning_mp.callbacks._rules.records import Sample, Verdict, first_of_each
 from lightning_mp.callbacks._rules.underflow import UnderflowJudge
 from lightning_mp.callbacks._step.outputs import OutputKey, OutputSampler, blocks_in, eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks
-from lightning_mp.callbacks._step.training_state import Moment, TrainingStep, step_of
+from lightning_mp.callbacks._step.training_state import Moment, TrainingStep, scaler_of, step_of
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats
@@ -152,9 +152,8 @@ class ActivationRangeMonitor(SamplingMonitor):
         metrics: dict[str, float] = {}
         verdicts = [*self._judge_buffers(sample), *self._judge_logits(sample, metrics)]
         verdicts += self._judge_experts(sample, metrics)
-        is_lost = any(
-            row_WK[:, StatField.NON_FINITE].any() for _, row_WK in _rows_of_kind(sample, "loss")
-        )
+        losses = [row_WK[:, StatField.NON_FINITE] for _, row_WK in _rows_of_kind(sample, "loss")]
+        is_lost = any(map(np.any, losses))
         for kind in dict.fromkeys(key.kind for key in sample.context["keys"]):
             if kind in ("activation", "output_gradient", "norm_input"):
                 verdicts += self._judge_kind(sample, kind, is_lost, metrics)
@@ -192,19 +191,26 @@ class ActivationRangeMonitor(SamplingMonitor):
         zeros = stats.column(StatField.ZEROS).sum() / max(sum(stats.numels), 1)
         metrics[f"{kind}_zero_share"] = float(zeros)
         # A quarter of the scale leaves the two bits of headroom that `min_headroom_bits` requires.
-        lower_scale = (facts.loss_scale or 4.0) / 4
+        lower = (facts.loss_scale or 1.0) / 4
+        limits = f"min_scale={lower:g}, " * (lower < 1) + f"max_scale={lower:g}"
         scaled = math.log2(facts.loss_scale or 1.0) if kind == "output_gradient" else 0.0
+        # A dynamic loss scale, as that of torch, rises until gradients overflow in a single step.
+        config = getattr(scaler_of(self.recorder.trainer), "config", None)
+        is_dynamic = getattr(config, "dynamic", facts.loss_scale is not None)
+        is_sought = kind == "output_gradient" and is_dynamic
+        is_single = is_sought and facts.skipped and not is_lost and (facts.next_loss_scale or 0) > 1
         for at, (key, label) in enumerate(zip(keys, labels, strict=True)):
             # Non-finite values are a mask only if the loss is finite at the first sample.
             self._finite.setdefault(f"{kind}:{label}", is_lost or not stats.non_finite[label])
             if np.isfinite(bits[at]):
                 # The trend is that of unscaled gradients, because a growing loss scale is no trend.
                 self._growth.add(f"{kind}:{label}", facts.step, float(bits[at]) + scaled)
-            verdict = self._judge_tensor(key, label, stats, float(bits[at]), scaled)
-            if verdict is not None:
+            room = math.inf if is_sought else float(bits[at])
+            verdict = self._judge_tensor(key, label, stats, room, scaled)
+            if verdict is not None and not (is_single and "non_finite" in verdict.kind):
                 column = StatField.NON_FINITE if "non_finite" in verdict.kind else StatField.AMAX
                 verdict = dataclasses.replace(verdict, rank=int(ranks[:, at, column].argmax()))
-                yield verdict.given(lower_scale=lower_scale)
+                yield verdict.given(limits=limits)
 
     def _judge_tensor(
         self, key: OutputKey, label: str, stats: TensorStats, bits: float, scaled: float
@@ -225,7 +231,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             found = found.given(largest=torch.finfo(key.dtype).max, overflow=overflow)
         if found is None:
             return None
-        found = found.given(dtype=_dtype_name(key.dtype), amax=stats.amax[label])
+        found = found.given(dtype=str(key.dtype).removeprefix("torch."), amax=stats.amax[label])
         tags = (*found.tags, "fp16" if key.dtype == torch.float16 else "wide")
         kind = f"{key.kind}_{found.kind}"
         return dataclasses.replace(found, kind=kind, tensor=key.name, tags=tags)
@@ -284,11 +290,7 @@ def _rows_of_kind(sample: Sample, kind: str) -> Iterator[tuple[str, np.ndarray[A
             yield key.name, sample.array[:, at]
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _label(key: OutputKey, keys: list[OutputKey]) -> str:
     """Return the module's name, with the dtype if its outputs have several dtypes."""
     is_alone = [each.name for each in keys].count(key.name) == 1
-    return key.name if is_alone else f"{key.name} ({_dtype_name(key.dtype)})"
+    return key.name if is_alone else f"{key.name} ({str(key.dtype).removeprefix('torch.')})"

@@ -15,6 +15,7 @@ from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, 
 from lightning_mp.callbacks._step.training_state import TrainingStep, is_fp16, loss_scale_of
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.tensor_stats import StatField
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
 
 __all__ = ["GradientUnderflowMonitor"]
 
@@ -106,10 +107,8 @@ class GradientUnderflowMonitor(SamplingMonitor):
         rms = np.sqrt(squares / np.maximum(np.array(stats.numels), 1))
         is_rounding = rms <= ROUNDING * (np.median(rms[rms > 0]) if rms.any() else 0.0)
         rows: list[tuple[str, Any, Any, Any]] = [(_ALL, zeros, subnormals, False)]
-        rows += zip(
-            names, stats.zero_share.values(), stats.subnormal_share.values(), is_rounding,
-            strict=True,
-        )  # fmt: skip
+        shares_of = (stats.zero_share.values(), stats.subnormal_share.values(), is_rounding)
+        rows += zip(names, *shares_of, strict=True)
         worst = []
         for name, *shares in rows:
             found = self._rule.judge(f"{facts.optimizer}:{name}", *shares, is_gone=is_gone)
@@ -131,4 +130,7 @@ def _worded(found: Verdict, scale: float | None) -> Verdict:
     # `fp32_modules` accepts neither all modules nor a parameter of the root.
     remedy = "all" if name == _ALL or "." not in name else "one"
     found = replace(found, kind="gradient_underflow", tags=(*found.tags, remedy))
-    return found.given(owner=name.rpartition(".")[0], higher_scale=2 ** int(np.log2(start)))
+    higher = 2 ** max(int(np.log2(start)), 0)
+    limits = f"init_scale={higher:g}"
+    limits += f", max_scale={higher:g}" * (higher > LossScaleConfig.max_scale)
+    return found.given(owner=name.rpartition(".")[0], limits=limits)

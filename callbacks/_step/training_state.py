@@ -225,12 +225,8 @@ def _norms_of_group(gradients: list[Tensor]) -> Tensor:
         small = [g for g in gradients if g.numel() < _LARGE]
         if len(small) < len(gradients):
             norms = iter(torch._foreach_norm(small, 2) if small else ())
-            each = (next(norms) if g.numel() < _LARGE else _norm_by_dot(g) for g in gradients)
+            flat = map(flat_values, gradients)
+            each = (next(norms) if x.numel() < _LARGE else x.dot(x).sqrt_() for x in flat)
             return torch.stack([*each])
     in_fp32 = torch.float32 if first.dtype.itemsize < 4 else None
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=in_fp32))
-
-
-def _norm_by_dot(gradient: Tensor) -> Tensor:
-    values = flat_values(gradient)
-    return torch.dot(values, values).sqrt_()

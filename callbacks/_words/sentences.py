@@ -196,6 +196,8 @@ SHARED = {
     "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
     "keep_tensor": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', '{tensor}'])`, or "
     "train with `{plugin}(half='bf16')`.",
+    "set_limits": "Pass `{plugin}(loss_scale=LossScaleConfig({limits}))`, or "
+    "train with `{plugin}(half='bf16')`.",
     "find_source": "Add `NonFiniteLocator()` to find the source of these values.",
 }
 REMEDIES = {
@@ -206,14 +208,14 @@ REMEDIES = {
     "loss_scale_low, forward": "{keep_named}",
     "loss_scale_low, ending": "{keep_named}",
     "skip_rate": "Lower the learning rate to {lower_rate:.3g}, or pass "
-    "`LossScaleConfig(max_scale={scale:g}, growth_interval=4000)`.",
-    "skip_rate, ending": "Pass `LossScaleConfig(max_scale={scale:g}, growth_interval=4000)`.",
-    "gradient_underflow": "Raise the loss scale by `LossScaleConfig(init_scale={higher_scale:g})`, "
-    "keep the module in fp32 by `{plugin}(fp32_modules=['norm', '{owner}'])`, or train with "
-    "`{plugin}(half='bf16')`.",
+    "`{plugin}(loss_scale=LossScaleConfig(max_scale={scale:g}, growth_interval=4000))`.",
+    "skip_rate, ending": "Pass "
+    "`{plugin}(loss_scale=LossScaleConfig(max_scale={scale:g}, growth_interval=4000))`.",
+    "gradient_underflow": "Raise the loss scale by "
+    "`{plugin}(loss_scale=LossScaleConfig({limits}))`, keep the module in fp32 by "
+    "`{plugin}(fp32_modules=['norm', '{owner}'])`, or train with `{plugin}(half='bf16')`.",
     # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
-    "gradient_underflow, all": "Raise the loss scale by "
-    "`LossScaleConfig(init_scale={higher_scale:g})`, or train with `{plugin}(half='bf16')`.",
+    "gradient_underflow, all": "{set_limits}",
     "gradient_underflow, wide": "No gradient reaches the parameter. Check that its branch is used, "
     "and lower the learning rate if its activations have died.",
     "activation_non_finite": "{keep_tensor} {find_source}",
@@ -248,11 +250,9 @@ REMEDIES = {
     "activation_clamped": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
     "'{tensor}'])`, or lower the learning rate to {lower_rate:.3g}.",
     "activation_clamped, ending": "{keep_tensor}",
-    "output_gradient_non_finite": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or train "
-    "with `{plugin}(half='bf16')`.",
+    "output_gradient_non_finite": "{set_limits}",
     "output_gradient_non_finite, wide": "{find_source}",
-    "output_gradient_headroom": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or train with "
-    "`{plugin}(half='bf16')`.",
+    "output_gradient_headroom": "{set_limits}",
     "output_gradient_headroom, wide": "Set `Trainer(gradient_clip_val=1.0)`, or lower the learning "
     "rate to {lower_rate:.3g}.",
     "output_gradient_underflow": "{keep_tensor}",

@@ -83,6 +83,28 @@ def test_clamped_values_are_counted_by_module() -> None:
     assert plugin.inf_clamp.counted()["network.2"] == counts[35] + 4 * alarm.value
 
 
+@pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
+def test_dynamic_loss_scale_that_rises_to_the_limit_raises_no_alarm(plugin_type: Any) -> None:
+    watcher = ActivationRangeMonitor(every_n_steps=1, backward=True)
+    plugin = plugin_type(loss_scale=LossScaleConfig(warmup_interval=2))
+    watch(Watched(perceptron, still, steps=60), [watcher], plugin)
+    bits = [bits for _, bits in watcher.history.curves["output_gradient_headroom_bits"]]
+    # The scale doubles every second step, until the first overflow ends its warm-up.
+    assert min(bits) < 2 < bits[0]
+    assert plugin.scaler.scale < LossScaleConfig.max_scale
+    assert kinds(watcher) == []
+
+
+def test_static_loss_scale_near_the_limit_raises_an_alarm_whose_remedy_is_accepted() -> None:
+    watcher = monitor(backward=True)
+    model = Watched(perceptron, still, steps=6, factor=lambda _: 1e5)
+    watch(model, [watcher], PureFP16(loss_scale=2.0))
+    alarm = first(watcher, "output_gradient_headroom")
+    advice = alarm.remedy.split("`")[1]
+    assert advice == "PureFP16(loss_scale=LossScaleConfig(min_scale=0.5, max_scale=0.5))"
+    assert eval(advice).scaler.scale == 0.5
+
+
 @pytest.mark.slow
 def test_gradients_of_outputs_are_measured_on_request() -> None:
     watcher = monitor(backward=True)

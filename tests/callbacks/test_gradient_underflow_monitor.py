@@ -46,6 +46,14 @@ def test_shrinking_gradients_raise_a_warning_and_then_an_error() -> None:
     assert "LossScaleConfig(init_scale=4096)" in alarm.remedy
 
 
+def test_remedy_above_the_usual_limit_of_the_loss_scale_is_accepted() -> None:
+    watcher = monitor()
+    model = Watched(None, still, steps=80, factor=lambda step: 1e-3 * shrinking(30, 0.5)(step))
+    watch(model, [watcher], BalancedAMP(loss_scale=2.0**20))
+    advice = first(watcher, "gradient_underflow").remedy.split("`")[1]
+    assert eval(advice).scaler.scale == pytest.approx(2**26, rel=1e-5)  # written in six digits
+
+
 @pytest.mark.slow
 def test_first_alarm_comes_before_most_gradients_are_zero() -> None:
     watcher = monitor()

@@ -382,7 +382,7 @@ FAILURES = [
         precision=lambda: BalancedAMP(loss_scale=1.0),
         monitor="GradientUnderflowMonitor", kind="gradient_underflow",
         tensors=("network.0.weight",), step=0,
-        advises="Raise the loss scale by `LossScaleConfig(init_scale=64)`",
+        advises="Raise the loss scale by `BalancedAMP(loss_scale=LossScaleConfig(init_scale=64))`",
         cure="the recommended loss scale",
         cured_precision=lambda: BalancedAMP(loss_scale=LossScaleConfig(init_scale=64.0)),
     ),
