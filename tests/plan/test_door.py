@@ -98,6 +98,11 @@ def test_config_without_a_loader_raises_an_error(tmp_path: Path) -> None:
         main(["plan", "--config", config(tmp_path, WithoutLoader)])
 
 
+def test_batch_of_less_than_a_pair_per_rank_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="Passed `--batch 3` for 4 ranks. A rank needs a pair."):
+        main(["plan", "--config", config(tmp_path, WithLoader), "--batch", "3"])
+
+
 def test_model_with_one_tower_raises_an_error_in_a_sentence() -> None:
     with pytest.raises(SystemExit, match="whose ViTConfig describes one tower"):
         main(["plan", "--model", "ViTModel", "--batch", "1k"])

@@ -167,11 +167,6 @@ def test_option_out_of_range_is_refused(options: str, reason: str) -> None:
         main(["plan", "--model", "ViT-B/32", "--batch", "64k", *options.split()])
 
 
-def test_batch_of_less_than_a_pair_per_rank_is_refused() -> None:
-    with pytest.raises(SystemExit, match="Passed `--batch 7` for 8 ranks. A rank needs a pair."):
-        main(["plan", "--model", "ViT-B/32", "--batch", "7", "--gpus", "8"])
-
-
 @pytest.mark.parametrize("option", ["--batch", "--pairs"])
 def test_wrong_number_of_pairs_is_refused_before_the_model_is_missed(option: str) -> None:
     with pytest.raises(SystemExit, match=f"Passed `{option} x`. It must be a number of pairs"):
