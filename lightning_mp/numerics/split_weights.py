@@ -129,7 +129,12 @@ def batches(
     for members in groups.values():
         rests = [residuals[index] for index in members]
         vector = _as_vector(rests)
-        if vector.data_ptr() != rests[0].data_ptr():  # a copy
+        is_copy = vector.data_ptr() != rests[0].data_ptr()
+        if is_copy and vector.is_cuda and torch.cuda.is_current_stream_capturing():
+            # Each replay of the graph would copy the residuals from before the capture again.
+            yield from (([index], values[index], residuals[index]) for index in members)
+            continue
+        if is_copy:
             for residual, part in zip(rests, parts_of(vector, rests), strict=True):
                 residual.data = part
         yield members, _as_vector([values[index] for index in members]), vector
