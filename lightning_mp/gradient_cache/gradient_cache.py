@@ -224,7 +224,8 @@ class GradientCache:
             for call, _ in pending:
                 set_reduction(call.sharded, True)
             remaining, self.unreduced = self.unreduced, {}
-            reduce_remaining(remaining)
+            if remaining:
+                reduce_remaining(remaining)
 
     def check(self) -> None:
         """Wait for the comparison of all replays with their first runs.

@@ -46,11 +46,12 @@ def reduce_remaining(modules: Collection[Any]) -> None:
     FSDP reduces all modules below an outermost module at the end of any backward through it. So
     this runs a backward through nothing but the hooks of each outermost module.
     """
+    # Imported here, because only sharded towers need it.
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
     inner = {id(x) for module in modules for x in module.modules() if x is not module}
     set_reduction(modules, True)
     for module in (module for module in modules if id(module) not in inner):
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
         device = next(module.parameters()).device
         module._without_layers = torch.clone
         try:
