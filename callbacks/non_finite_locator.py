@@ -18,7 +18,7 @@ from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.skipping import StepSkipper
-from lightning_mp.callbacks._step.training_state import loss_scale_of, numbers_of
+from lightning_mp.callbacks._step.training_state import loss_scale_of, plugin_fields
 from lightning_mp.callbacks._words.non_finite import CAUSES, remedy_for
 from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 from lightning_mp.numerics.replay_state import RngState, own_generators
@@ -251,8 +251,8 @@ class NonFiniteLocator(InstabilityMonitor):
             self._newest_named = facts.step
         if follows:
             return
-        plugin, eps = numbers_of(trainer, facts)["plugin"], _lost_epsilon(trainer, finding.dtype)
-        remedy = remedy_for(finding, plugin, eps=eps, checks_gradients=self.check_gradients)
+        run, eps = plugin_fields(trainer), _lost_epsilon(trainer, finding.dtype)
+        remedy = remedy_for(finding, run, eps=eps, checks_gradients=self.check_gradients)
         words = (f"{cause} {finding.text}", remedy)
         amax, limit, name = finding.amax, finding.limit, finding.name or None
         verdict = Verdict("non_finite", amax, limit, "error", name, words=words)

@@ -35,6 +35,7 @@ __all__ = [
     "norms_of",
     "numbers_of",
     "parameter_names",
+    "plugin_fields",
     "scaler_of",
     "step_of",
     "tags_of",
@@ -94,12 +95,23 @@ def tags_of(trainer: pl.Trainer, facts: StepFacts) -> set[str]:
 
 def numbers_of(trainer: pl.Trainer, facts: StepFacts) -> dict[str, Any]:
     """Return the fields that sentences of every monitor use."""
-    plugin = trainer.precision_plugin
-    # Lightning's own plugins cannot keep modules in fp32.
-    name = type(plugin).__name__ if isinstance(plugin, ScaledPrecision) else "BalancedAMP"
     of_optimizer = f" of optimizer {facts.optimizer}" if facts.optimizer else ""
     lower_rate = learning_rate_of(trainer) / 2
-    return {"lower_rate": lower_rate, "of_optimizer": of_optimizer, "plugin": name}
+    return {**plugin_fields(trainer), "lower_rate": lower_rate, "of_optimizer": of_optimizer}
+
+
+def plugin_fields(trainer: pl.Trainer) -> dict[str, str]:
+    """Return the plugin that a remedy names, and the modules that its lists already contain."""
+    plugin = trainer.precision_plugin
+    if not isinstance(plugin, ScaledPrecision):
+        # Lightning's own plugins cannot keep modules in fp32.
+        return {"plugin": "BalancedAMP", "kept": "'norm', ", "clamped": ""}
+    # Passing a list replaces the plugin's list.
+    clamped: Sequence[str] = getattr(getattr(plugin, "inf_clamp", None), "modules", ())
+    kept: Sequence[str] = getattr(plugin, "fp32_modules", ())
+    lists = {"kept": kept, "clamped": clamped}
+    names = {key: "".join(f"{name!r}, " for name in given) for key, given in lists.items()}
+    return {"plugin": type(plugin).__name__, **names}
 
 
 def learning_rate_of(trainer: pl.Trainer) -> float:

@@ -1,7 +1,7 @@
 """Sentences of `NonFiniteLocator`: the source of the first non-finite value, and remedies."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # these modules import torch
     from lightning_mp.callbacks._locate.finding import NonFiniteSource
@@ -76,11 +76,11 @@ REMEDIES = {
     "`NonFiniteLocator(check_gradients=True)`, which names the module that makes such a gradient.",
     "parameter epsilon": "Adam's eps={eps:g} is 0 in {dtype}, so Adam divides by 0. Keep the "
     "weights in fp32 with `BalancedAMP()`, or train with `PureFP16()`, which preserves epsilon.",
-    "forward": "Run the module in fp32 with `{plugin}(fp32_modules=['norm', '{name}'])`, train in "
+    "forward": "Run the module in fp32 with `{plugin}(fp32_modules=[{kept}'{name}'])`, train in "
     "bf16, which holds 3.4e38, with `{plugin}(half='bf16')`, or clamp the module's output with "
-    "`{plugin}(inf_clamp=['{name}'])`.",
+    "`{plugin}(inf_clamp=[{clamped}'{name}'])`.",
     # A clamp does not remove NaN.
-    "forward nan": "Run the module in fp32 with `{plugin}(fp32_modules=['norm', '{name}'])`, or "
+    "forward nan": "Run the module in fp32 with `{plugin}(fp32_modules=[{kept}'{name}'])`, or "
     "train in bf16, which holds 3.4e38, with `{plugin}(half='bf16')`.",
     "suspects": "A lower learning rate or weight decay keeps {suspects} smaller.",
     "root": "Compute this in fp32, for example with `.float()` on its inputs, or train in "
@@ -89,7 +89,7 @@ REMEDIES = {
     "fully masked row, an overflowing exponential, or large weights. Smaller initial weights, a "
     "lower learning rate or `gradient_clip_val` keep weights small.",
     "backward": "A lower loss scale does not help. Run `{name}` in fp32 with "
-    "`{plugin}(fp32_modules=['norm', '{name}'])`, or train in bf16 with `{plugin}(half='bf16')`.",
+    "`{plugin}(fp32_modules=[{kept}'{name}'])`, or train in bf16 with `{plugin}(half='bf16')`.",
     "backward scale": "Pass `{plugin}(loss_scale={scale:g})`, "
     "`loss_scale=LossScaleConfig(init_scale={scale:g}, max_scale={scale:g})` so that the scale "
     "may fall further, or `{plugin}(half='bf16')`, which needs no loss scale.",
@@ -100,15 +100,15 @@ REMEDIES = {
 
 def remedy_for(
     finding: "NonFiniteSource",
-    plugin: str,
+    run: Mapping[str, Any],
     *,
     eps: float | None = None,
     checks_gradients: bool = True,
 ) -> str:
     """Return the remedy for a finding, with values to set.
 
-    `eps` is Adam's epsilon if it is 0 in the dtype of the weights. `checks_gradients` tells whether
-    the locator checks gradients before steps.
+    `run` holds the fields of `plugin_fields`. `eps` is Adam's epsilon if it is 0 in the dtype of
+    the weights. `checks_gradients` tells whether the locator checks gradients before steps.
     """
     key: str = finding.source
     if key == "parameter":
@@ -128,4 +128,4 @@ def remedy_for(
     suspects = ", ".join(f"`{each}`" for each in finding.suspects)
     fields = {"name": finding.name, "scale": finding.fitting_scale or 1.0, "suspects": suspects}
     fields |= {"eps": eps, "dtype": finding.dtype, "usual": finding.usual}
-    return " ".join(texts).format(plugin=plugin, **fields)
+    return " ".join(texts).format(**run, **fields)

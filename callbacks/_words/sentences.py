@@ -194,7 +194,7 @@ SHARED = {
     "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
     "keep_named, locator": "Keep the module that `NonFiniteLocator` names in fp32 by "
     "`{plugin}(fp32_modules=[...])`, or train with `{plugin}(half='bf16')`.",
-    "keep_tensor": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', '{tensor}'])`, or "
+    "keep_tensor": "Keep the module in fp32 by `{plugin}(fp32_modules=[{kept}'{tensor}'])`, or "
     "train with `{plugin}(half='bf16')`.",
     "set_limits": "Pass `{plugin}(loss_scale=LossScaleConfig({limits}))`, or "
     "train with `{plugin}(half='bf16')`.",
@@ -213,7 +213,7 @@ REMEDIES = {
     "`{plugin}(loss_scale=LossScaleConfig(max_scale={scale:g}, growth_interval=4000))`.",
     "gradient_underflow": "Raise the loss scale by "
     "`{plugin}(loss_scale=LossScaleConfig({limits}))`, keep the module in fp32 by "
-    "`{plugin}(fp32_modules=['norm', '{owner}'])`, or train with `{plugin}(half='bf16')`.",
+    "`{plugin}(fp32_modules=[{kept}'{owner}'])`, or train with `{plugin}(half='bf16')`.",
     # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
     "gradient_underflow, all": "{set_limits}",
     "gradient_underflow, wide": "No gradient reaches the parameter. Check that its branch is used, "
@@ -247,7 +247,7 @@ REMEDIES = {
     "buffer_non_finite": "Remove values that are not finite or far out of range from the batch, "
     "and reset the buffer, for example with `reset_running_stats()`.",
     "activation_underflow": "{keep_tensor}",
-    "activation_clamped": "Keep the module in fp32 by `{plugin}(fp32_modules=['norm', "
+    "activation_clamped": "Keep the module in fp32 by `{plugin}(fp32_modules=[{kept}"
     "'{tensor}'])`, or lower the learning rate to {lower_rate:.3g}.",
     "activation_clamped, ending": "{keep_tensor}",
     "output_gradient_non_finite": "{set_limits}",

@@ -20,9 +20,10 @@ from lightning_mp.callbacks._words.wording import words_for
 
 FOLDER = Path(__file__).parent / "golden"
 
+PLUGIN = {"plugin": "BalancedAMP", "kept": "'norm', ", "clamped": ""}
 # A value for each field of the templates; sentences with a noun are also written for a count of 1.
 SAMPLES: dict[str, Any] = {
-    **{"usual": 0.01, "excess": 0.05, "plugin": "BalancedAMP", "clip": 1.0, "norm": 29.5},
+    **{"usual": 0.01, "excess": 0.05, "clip": 1.0, "norm": 29.5},
     **{"in_a_row": 3, "reach": 127.9, "skipped": 12, "of": 812, "window": 1000, "scale": 512.0},
     **{"count": 2, "total": 40.0, "eps": 1e-8, "boost": 1.28, "limit": 31.6, "least": 1e-8},
     **{"most": 10.0, "undone": 120, "left_out": 80, "wanted": 100, "amax": 40000.0},
@@ -34,6 +35,7 @@ SAMPLES: dict[str, Any] = {
     **{"rate": 1e-3, "rewinds": 1, "max_rewinds": 3, "z_threshold": 6.0, "largest_norm": 29.5},
     **{"step": 200, "longer": 400, "fitting_rate": 5e-4, "clip_val": 1.2, "located": "layers.3"},
     **{"tensor": "layers.0.mlp"},
+    **PLUGIN,
     **{"located_step": 190, "strange": 4, "samples": 5, "even": 0.125, "other": "image"},
 }
 # Value and threshold of kinds that are not judged by a share.
@@ -141,10 +143,10 @@ def causes() -> Iterator[str]:
         ("backward", {"dtype": "float32"}),
     ):
         finding = NonFiniteSource(source=source, name="head", text="", **more)
-        yield f"[{source}, {more}]\n{locator.remedy_for(finding, 'BalancedAMP')}\n"
+        yield f"[{source}, {more}]\n{locator.remedy_for(finding, PLUGIN)}\n"
     held = NonFiniteSource(source="parameter", name="head", text="", dtype="float16")
     for options in ({"eps": 1e-8}, {"checks_gradients": False}):
-        remedy = locator.remedy_for(held, "BalancedAMP", **options)  # type: ignore[arg-type]
+        remedy = locator.remedy_for(held, PLUGIN, **options)  # type: ignore[arg-type]
         yield f"[parameter, {options}]\n{remedy}\n"
 
 

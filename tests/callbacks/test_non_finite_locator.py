@@ -48,6 +48,16 @@ def test_locator_names_an_overflowing_dropout_and_the_layer_before_it(plugin: An
     assert "inf_clamp=['body.drop']" in alarm.remedy
 
 
+@pytest.mark.parametrize("plugin", [BalancedAMP, PureFP16])
+def test_remedy_extends_the_modules_that_the_user_has_chosen(plugin: Any) -> None:
+    chosen = plugin(fp32_modules=["norm", "head"], inf_clamp=["body.fc1"])
+    (alarm,) = locate(Model(change=overflow_at_three), chosen, max_replays=1).alarms
+    assert f"`{plugin.__name__}(fp32_modules=['norm', 'head', 'body.drop'])`" in alarm.remedy
+    assert f"`{plugin.__name__}(inf_clamp=['body.fc1', 'body.drop'])`" in alarm.remedy
+    (alarm,) = locate(Model(change=overflow_at_three), PureFP16(inf_clamp=[])).alarms
+    assert "`PureFP16(fp32_modules=['body.drop'])`" in alarm.remedy
+
+
 @pytest.mark.parametrize("name", ["balanced", "pure"])
 def test_locator_remedies_for_an_overflowing_dropout_keep_the_loss_finite(name: str) -> None:
     class Clamped(Model):
