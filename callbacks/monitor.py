@@ -259,7 +259,9 @@ class InstabilityMonitor(Learning, pl.Callback):
         defaults: dict[str, Any] = {}
         for base in reversed(type(self).__mro__):  # a subclass may have defaults of its own
             defaults |= _defaults(base.__init__)  # type: ignore[misc]
-        kept = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
+        # Lightning sets two of its own methods as attributes.
+        names = [name for name in defaults if name not in ("log", "log_dict")]
+        kept = {name: getattr(self, name) for name in names if hasattr(self, name)}
         shown = {name: value for name, value in kept.items() if "://" not in repr(value)}
         changed = {name: value for name, value in shown.items() if value != defaults[name]}
         key = stable(self._generate_state_key(**changed) if changed else type(self).__qualname__)

@@ -113,7 +113,7 @@ class TensorCollector(SamplingMonitor):
         self.collect = tuple(collect)
         self.reductions = tuple(reductions)
         self.dirpath = dirpath
-        self.log = log
+        self._is_logging = log  # Lightning sets `log` of callbacks
         self.folder: Path | None = None  # on rank zero, after the first sample
         self._wanted = Path()
         self._folder: str | None = None  # `folder`, or the folder of the resumed run
@@ -241,7 +241,7 @@ class TensorCollector(SamplingMonitor):
             self._write(facts.step, {"names": np.array(keys), **where, **counts, **arrays})
         if "histogram" in arrays:
             self._add_maps(facts.step, keys, arrays["histogram"])
-        if self.log:
+        if self._is_logging:
             metrics = {
                 f"{key}/{name}": float(value)
                 for name, values in arrays.items()

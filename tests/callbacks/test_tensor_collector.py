@@ -197,6 +197,21 @@ def test_collector_logs_numbers_on_request(tmp_path: Path) -> None:
         assert "histogram" not in samples[0]
 
 
+def test_collector_logs_nothing_without_request(tmp_path: Path) -> None:
+    """Lightning sets `callback.log`, which must not replace the argument `log`."""
+    logger = CSVLogger(tmp_path, name="log")
+    collectors = [TensorCollector(include=["*.weight"], log=log) for log in (False, True)]
+    for collector in collectors:
+        watch(Watched(steps=4), [collector], logger=logger, log_every_n_steps=1)
+        logger.save()
+        path = Path(logger.log_dir) / "metrics.csv"
+        is_logged = path.exists() and "gradients/network.4.weight/rms" in path.read_text()
+        assert is_logged == (collector is collectors[1])
+    plain, digested = (collector.state_key for collector in collectors)
+    assert plain == "TensorCollector{'include': ('*.weight',)}"
+    assert re.fullmatch(re.escape(plain) + " with [0-9a-f]{12}", digested)
+
+
 def test_page_shows_histograms_over_time_with_rows_in_the_order_of_exponents(
     tmp_path: Path,
 ) -> None:
