@@ -14,12 +14,11 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._locate.replay import Record, find_in_batches, gather_objects
-from lightning_mp.callbacks._rules.records import StepFacts, Verdict
+from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.skipping import StepSkipper
-from lightning_mp.callbacks._step.training_state import loss_scale_of, plugin_fields
-from lightning_mp.callbacks._words.non_finite import CAUSES, remedy_for
+from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 from lightning_mp.numerics.replay_state import RngState, own_generators
 from lightning_mp.numerics.tensor_stats import StatField, tensor_stats
@@ -150,9 +149,9 @@ class NonFiniteLocator(InstabilityMonitor):
         self._judge_late(trainer)
         step.optimizer_steps += 1
         if self._has_bad_loss(trainer, step):
-            self._locate(trainer, step, step.bad, CAUSES["bad_loss"])
+            self._locate(trainer, step, step.bad)
         elif self._has_bad_gradient(step):
-            self._locate(trainer, step, [], CAUSES["bad_gradients"])
+            self._locate(trainer, step, [], "gradients")
         if trainer.should_stop and step.located:
             self._skipper.skip(trainer, optimizer)
 
@@ -163,7 +162,7 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         if step.optimizer_steps == 0:
             if _is_manual(trainer) and self._has_bad_loss(trainer, step):
-                self._locate(trainer, step, step.bad, CAUSES["bad_loss"])
+                self._locate(trainer, step, step.bad)
             return  # batches are being accumulated
         self._step = None
         if step.scale is not None and step.backwards:
@@ -228,35 +227,31 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         bad = {index for each in gather_objects(trainer, step.bad) for index in each}
         if bad:
-            self._locate(trainer, step, sorted(bad), CAUSES["bad_loss"])
+            self._locate(trainer, step, sorted(bad))
         elif self._skips >= self.repeated:  # a dynamic scale finds its level by single overflows
-            key = "overflows" if self._skips > 1 else "overflow"
-            cause = CAUSES[key].format(count=self._skips)
-            self._locate(trainer, step, [], cause)
+            self._locate(trainer, step, [], "overflows" if self._skips > 1 else "overflow")
 
-    def _locate(self, trainer: pl.Trainer, step: _Step, indices: list[int], cause: str) -> None:
+    def _locate(self, trainer: pl.Trainer, step: _Step, indices: list[int], *tags: str) -> None:
         """Replay a step, or its failed batches, and raise the alarm."""
         if step.located or self.replays >= self.max_replays:
             return
         self.replays += 1
-        self._skips = 0
+        skips, self._skips = self._skips, 0
         step.located = True
         records = [step.records[i] for i in dict.fromkeys(indices)] or step.records
         scale, steps = None if step.scale is None else float(step.scale), step.optimizer_steps
-        index, rank, finding = find_in_batches(trainer, records, scale, steps, self.near_limit)
+        index, rank, found = find_in_batches(trainer, records, scale, steps, self.near_limit)
         facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
         # A bad step writes NaN to parameters, which the next step finds: one alarm for both.
-        follows = finding.source == "parameter" and self._newest_named == facts.step - 1
-        if finding.name:
+        follows = "parameter" in found.tags and self._newest_named == facts.step - 1
+        if found.tensor:
             self._newest_named = facts.step
         if follows:
             return
-        run, eps = plugin_fields(trainer), _lost_epsilon(trainer, finding.dtype)
-        remedy = remedy_for(finding, run, eps=eps, checks_gradients=self.check_gradients)
-        words = (f"{cause} {finding.text}", remedy)
-        amax, limit, name = finding.amax, finding.limit, finding.name or None
-        verdict = Verdict("non_finite", amax, limit, "error", name, words=words)
-        alarm = self.say(trainer, verdict, facts)
+        eps = _lost_epsilon(trainer, found.numbers.get("dtype", ""))
+        tags += ("unchecked",) * (not self.check_gradients) + ("epsilon",) * bool(eps)
+        found = replace(found, tags=(*found.tags, *tags)).given(eps=eps, skips=skips)
+        alarm = self.say(trainer, found, facts)
         if self.action == "raise":
             # `say` returns `None` if the same alarm was raised recently.
             raise InstabilityError(alarm or self.alarms[-1])

@@ -1,38 +1,22 @@
 """Finds the source of the first non-finite value in the trace of a replayed step."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+
+import torch
 
 from lightning_mp.callbacks._locate.trace import Role, Seen, Trace, TracedCall
-from lightning_mp.callbacks._words.non_finite import CAUSES, causes
+from lightning_mp.callbacks._rules.records import Verdict
 
-__all__ = ["NonFiniteSource", "find_source", "headroom"]
+__all__ = ["find_source", "headroom"]
 
 _MOST_SUSPECTS = 4  # named in an alarm
 
-Source = Literal["batch", "outlier", "parameter", "forward", "backward", "nowhere", "failed"]
 
+def find_source(trace: Trace, near_limit: float, scale: float | None) -> Verdict | None:
+    """Return the first source of non-finite values, or `None` if all values are finite.
 
-@dataclass(frozen=True, kw_only=True)
-class NonFiniteSource:
-    """The source of the first non-finite value."""
-
-    source: Source  # `"nowhere"`: the replay was finite; `"failed"`: the replay raised an error
-    name: str = ""  # dotted name of the tensor or module, or the class of the root module
-    text: str  # description in whole sentences
-    dtype: str = ""  # dtype of the non-finite tensor, such as `"float16"`
-    is_nan: bool = False  # whether the tensor contains NaN
-    amax: float | None = None  # the largest magnitude of the inputs
-    limit: float | None = None  # the largest finite value of the dtype
-    suspects: tuple[str, ...] = ()  # earlier modules with values near the limit, latest first
-    is_root: bool = False  # whether the source is code of the LightningModule, not a submodule
-    fitting_scale: float | None = None  # loss scale at which the replayed backward was finite
-    usual: float = 0.0  # for an outlier: the 99.9% quantile of the magnitudes in its tensor
-
-
-def find_source(trace: Trace, near_limit: float, scale: float | None) -> NonFiniteSource | None:
-    """Return the first source of non-finite values, or `None` if all values are finite."""
+    The first tag is the kind of the source: "batch", "parameter", "forward" or "backward".
+    """
     parameter = _first_bad(trace.groups["parameters"])
     if parameter is not None:
         return _found(trace, "parameter", ["parameter"], parameter.path, [parameter], parameter)
@@ -94,7 +78,7 @@ def _is_swallowed(masked: TracedCall, trace: Trace) -> bool:
     )
 
 
-def _in_forward(trace: Trace, call: TracedCall, near_limit: float) -> NonFiniteSource:
+def _in_forward(trace: Trace, call: TracedCall, near_limit: float) -> Verdict:
     inputs, outputs = call.seen["input"], call.seen["output"]
     before = [c for c in trace.ended if c.ended < call.ended]
     inside = [c for c in before if c is not call and c.name.startswith(call.inside)]
@@ -112,12 +96,12 @@ def _in_forward(trace: Trace, call: TracedCall, near_limit: float) -> NonFiniteS
         keys.append("buffer")
     else:
         keys += ["inputs"] * bool(plain) + ["mask"] * bool(masks) + ["submodules"] * bool(inside)
-    fields = {"call": given, "buffer": buffer, "mask": next(iter(masks), None)}
-    title, name = trace.title(call), call.name
-    return _found(trace, "forward", keys, name, plain, bad, suspects, title=title, **fields)
+    passed_to = "" if given is None else given.name
+    found = _found(trace, "forward", keys, call.name, plain, bad, suspects, title=trace.title(call))
+    return found.given(call=passed_to, buffer=buffer, mask=next(iter(masks), None))
 
 
-def _outside(trace: Trace, near_limit: float, masked: list[TracedCall]) -> NonFiniteSource | None:
+def _outside(trace: Trace, near_limit: float, masked: list[TracedCall]) -> Verdict | None:
     """Return a source in the code of the LightningModule between or after its submodules."""
     ended = trace.ended
     inputs = {c: [s for s in c.seen["input"] if not (s.is_masked and masked)] for c in ended}
@@ -131,13 +115,14 @@ def _outside(trace: Trace, near_limit: float, masked: list[TracedCall]) -> NonFi
     outputs = [s for c in before for s in c.seen["output"] if s.is_finite]
     suspects = _suspects_before(trace, before, None, near_limit)
     keys = ["outside_passed" if bad_input else "outside", *["outputs"] * bool(outputs)]
-    return _found(trace, "forward", keys, "", outputs, bad, suspects, call=bad_input)
+    passed_to = "" if bad_input is None else bad_input.name
+    return _found(trace, "forward", keys, "", outputs, bad, suspects, call=passed_to)
 
 
 # --- the backward --------------------------------------------------------------------------------
 
 
-def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> NonFiniteSource | None:
+def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Verdict | None:
     reached = sorted((c for c in trace.calls if c.reached), key=lambda c: c.reached)
     producers = [c for c in reached if _makes_gradient(trace, c)]
     # The input gradient of a module comes after the input gradients of all its submodules.
@@ -160,11 +145,10 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> NonFin
         keys += [*["output_gradient"] * bool(came), where]
         earlier = [c for c in reached if c.reached <= producer.reached]
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
-    name, fields = "" if producer is None else producer.name, {"title": title, "scale": scale}
-    finding = _found(trace, "backward", keys, name, came, bad, suspects, **fields)
     # Autocast casts gradients of fp32 weights to fp32 after they have overflowed in fp16.
     narrow = min((*came, bad), key=lambda s: s.limit)
-    return replace(finding, dtype=narrow.dtype_name, limit=narrow.limit)
+    name, fields = "" if producer is None else producer.name, {"title": title, "scale": scale}
+    return _found(trace, "backward", keys, name, came, bad, suspects, narrow, **fields)
 
 
 def _makes_gradient(trace: Trace, call: TracedCall) -> bool:
@@ -179,28 +163,32 @@ def _makes_gradient(trace: Trace, call: TracedCall) -> bool:
 
 def _found(
     trace: Trace,
-    source: Source,
+    source: str,
     keys: Sequence[str],
     name: str,
     near: Sequence[Seen],
     bad: Seen,
     suspects: Sequence[tuple[str, str]] = (),
+    narrow: Seen | None = None,
     **fields: object,
-) -> NonFiniteSource:
-    """Return a source with its description; without a name, it is code of the root module."""
-    root = type(trace.root).__name__
-    text = causes(keys, near=near, bad=bad, root=root, **fields)
-    listed = "; ".join(f"`{name}` ({words})" for name, words in suspects)
-    return NonFiniteSource(
-        source=source,
-        name=name or root,
-        text=f"{text} {CAUSES['suspects'].format(listed=listed)}" if suspects else text,
-        dtype=bad.dtype_name,
-        is_nan=bad.nan > 0,
-        amax=max((s.amax for s in near), default=0.0),
-        limit=bad.limit,
-        suspects=tuple(suspect for suspect, _ in suspects),
-        is_root=not name,
+) -> Verdict:
+    """Return a source and the keys of its sentences; without a name, it is code of the root.
+
+    `near` are the inputs; `narrow` has the dtype that overflowed if it is not that of `bad`.
+    """
+    narrow, root = narrow or bad, type(trace.root).__name__
+    tags = [source, "fp16" if narrow.dtype == torch.float16 else "wide"]
+    tags += ["root"] if not name else ["nan"] * (bad.nan > 0)
+    tags += ["suspects"] * (source == "forward" and bool(suspects))
+    amax = max((s.amax for s in near), default=0.0)
+    also = (*keys, *["suspects"] * bool(suspects))
+    found = Verdict(
+        "non_finite", amax, narrow.limit, "error", name or root, tuple(tags), also
+    ).given(bad=bad, root=root, dtype=narrow.dtype_name, **fields)
+    return found.given(
+        largest=max(near, key=lambda s: s.amax / s.limit, default=None),
+        listed="; ".join(f"`{name}` ({words})" for name, words in suspects),
+        suspects=", ".join(f"`{name}`" for name, _ in suspects),
     )
 
 

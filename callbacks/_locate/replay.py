@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_mp.callbacks._locate.finding import NonFiniteSource, find_source, headroom
+from lightning_mp.callbacks._locate.finding import find_source, headroom
 from lightning_mp.callbacks._locate.trace import Trace
+from lightning_mp.callbacks._rules.records import Verdict
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
-from lightning_mp.callbacks._words.non_finite import CAUSES
 from lightning_mp.numerics.floats import VALUE_DTYPES, accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
@@ -37,7 +37,9 @@ _LOWERINGS = 6  # attempts with a loss scale that is divided by 4 each time
 _NEAR = 2**-6  # two roundings to bf16, because compiled code runs eagerly in a replay
 # Attributes of a metric in addition to its states.
 _METRIC = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
-_Seen = tuple[NonFiniteSource | None, float, str]
+# Source, headroom, and the differing losses of replay and step, of one rank.
+_Seen = tuple[Verdict | None, float, dict[str, Any]]
+_UNKNOWN = Verdict("non_finite", severity="error")
 
 
 @dataclass(eq=False)
@@ -65,13 +67,14 @@ def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
 
 def find_in_batches(
     trainer: pl.Trainer, records: Sequence[Record], scale: float | None, steps: int, near: float
-) -> tuple[int, int, NonFiniteSource]:
-    """Replay batches until a source is found; return index, rank and finding on all ranks."""
+) -> tuple[int, int, Verdict]:
+    """Replay batches until a source is found; return index, rank and source on all ranks."""
     # A `training_step` that fetches its batches itself cannot be replayed.
     step = trainer.lightning_module.training_step
     if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-        return 0, 0, NonFiniteSource(source="failed", text=CAUSES["no_replay"])
-    inexact, replayed = "", partial(_replayed_findings, trainer, steps, near)
+        return 0, 0, _saying(_UNKNOWN, "no_replay")
+    inexact: dict[str, Any] = {}
+    replayed = partial(_replayed_findings, trainer, steps, near)
     for index, record in enumerate(records):
         for rank, (finding, _, difference) in enumerate(replayed(record, scale)):
             inexact = inexact or difference
@@ -80,11 +83,16 @@ def find_in_batches(
             outlier = _outlier(trainer, record, finding, lambda calm: replayed(calm, scale))
             if outlier is not None:
                 rank, finding = outlier
-            elif finding.source == "backward" and scale is not None:
+            elif "backward" in finding.tags and scale is not None:
                 rank, finding = _at_lower_scales(partial(replayed, record), rank, finding, scale)
-            return index, rank, replace(finding, text=f"{finding.text} {difference}".rstrip())
-    nowhere = CAUSES["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
-    return 0, 0, NonFiniteSource(source="nowhere", text=f"{nowhere} {inexact}".rstrip())
+            return index, rank, _saying(finding, *["not_exact"] * bool(difference), **difference)
+    keys = ["nowhere_of" if len(records) > 1 else "nowhere", *["not_exact"] * bool(inexact)]
+    return 0, 0, _saying(_UNKNOWN, *keys, batches=len(records), **inexact)
+
+
+def _saying(found: Verdict, *keys: str, **fields: object) -> Verdict:
+    """Return a source with further sentences and their fields."""
+    return replace(found, also=(*found.also, *keys)).given(**fields)
 
 
 _FAR = 100.0  # times the 99.9% quantile of magnitudes: no distribution of data has such tails
@@ -93,9 +101,9 @@ _FAR = 100.0  # times the 99.9% quantile of magnitudes: no distribution of data 
 def _outlier(
     trainer: pl.Trainer,
     record: Record,
-    finding: NonFiniteSource,
+    finding: Verdict,
     findings_of: Callable[[Record], list[_Seen]],
-) -> tuple[int, NonFiniteSource] | None:
+) -> tuple[int, Verdict] | None:
     """Return rank and finding if a few huge values in the batch are the cause; a collective."""
     huge: tuple[str, float, float] | None = None
     calm = None
@@ -111,33 +119,33 @@ def _outlier(
                 tensor.data = tensor.clamp(-usual, usual)
     found = gather_objects(trainer, huge)
     rank = next((rank for rank, each in enumerate(found) if each is not None), None)
-    if rank is None or finding.source not in ("forward", "backward"):
+    if rank is None or not {"forward", "backward"} & {*finding.tags}:
         return None
     again = findings_of(replace(record, batch=calm, loss=None))
     if any(each is not None for each, _, _ in again):
         return None
     name, amax, usual = found[rank]
-    text = CAUSES["outlier"].format(path=name, amax=amax, usual=usual, text=finding.text)
-    own = NonFiniteSource(source="outlier", name=name, text=text, amax=amax, usual=usual)
-    return rank, replace(own, dtype=finding.dtype, limit=finding.limit)
+    also = ("outlier", *finding.also)
+    own = replace(finding, value=amax, tensor=name, tags=("outlier",), also=also)
+    return rank, own.given(path=name, amax=amax, usual=usual)
 
 
-def _difference(trace: Trace, record: Record) -> str:
-    """Return sentences if the loss of the replay differs from the original, else `""`."""
+def _difference(trace: Trace, record: Record) -> dict[str, Any]:
+    """Return the loss of the replay and the original loss if they differ."""
     if record.loss is None or len(trace.groups["loss"]) != 1:
-        return ""
+        return {}
     (loss,) = trace.groups["loss"]
     before = abs(record.loss)
     is_same = loss.is_finite == math.isfinite(before)
     if is_same and loss.is_finite:
         is_same = abs(loss.amax - before) <= _NEAR * max(loss.amax, before)
     now = f"{loss.amax:.4g}" if loss.is_finite else loss.kind
-    return "" if is_same else CAUSES["not_exact"].format(now=now, before=before)
+    return {} if is_same else {"now": now, "before": before}
 
 
 def _at_lower_scales(
-    findings_at: Callable[[float], list[_Seen]], rank: int, finding: NonFiniteSource, scale: float
-) -> tuple[int, NonFiniteSource]:
+    findings_at: Callable[[float], list[_Seen]], rank: int, finding: Verdict, scale: float
+) -> tuple[int, Verdict]:
     """Return the finding at a loss scale of 1, or the given finding with a fitting scale."""
     # A value that is non-finite at a scale of 1 does not depend on the scale.
     seen = findings_at(1.0)
@@ -154,8 +162,8 @@ def _at_lower_scales(
         fitting = max(fitting / 4, 1.0)
     else:
         fitting = 1.0
-    text = f"{finding.text} {CAUSES['fitting_scale'].format(scale=fitting)}"
-    return rank, replace(finding, text=text, fitting_scale=fitting)
+    finding = replace(finding, tags=(*finding.tags, "scale"))
+    return rank, _saying(finding, "fitting_scale", fitting=fitting)
 
 
 def _replayed_findings(
@@ -167,8 +175,8 @@ def _replayed_findings(
     except Exception as error:
         # A failed replay, for example by lack of memory, must not end the run.
         text = (str(error).splitlines() or [""])[0][:200].removesuffix(".")
-        failed = CAUSES["failed"].format(name=type(error).__name__, text=text)
-        seen: _Seen = NonFiniteSource(source="failed", text=failed), 0.0, ""
+        failed = _saying(_UNKNOWN, "failed", name=type(error).__name__, text=text)
+        seen: _Seen = failed, 0.0, {}
     else:
         seen = find_source(trace, near, scale), headroom(trace), _difference(trace, record)
     return gather_objects(trainer, seen)

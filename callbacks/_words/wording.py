@@ -4,9 +4,14 @@ from collections.abc import Collection
 from typing import Any
 
 from lightning_mp.callbacks._rules.records import Verdict
-from lightning_mp.callbacks._words.sentences import MESSAGES, REMEDIES, SENTENCES, SHARED
+from lightning_mp.callbacks._words import non_finite, sentences
 
-__all__ = ["words_for"]
+__all__ = ["MESSAGES", "REMEDIES", "SENTENCES", "SHARED", "words_for"]
+
+MESSAGES = {**sentences.MESSAGES, **non_finite.MESSAGES}
+REMEDIES = {**sentences.REMEDIES, **non_finite.REMEDIES}
+SENTENCES = {**sentences.SENTENCES, **non_finite.SENTENCES}
+SHARED = {**sentences.SHARED, **non_finite.SHARED}
 
 _ORDINALS = ("zeroth", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 

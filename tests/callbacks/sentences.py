@@ -3,15 +3,13 @@
 After a change of words run `python -m tests.callbacks.sentences` and read the difference.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from lightning_mp.callbacks._locate.finding import NonFiniteSource
-from lightning_mp.callbacks._locate.trace import Seen, TracedCall
+from lightning_mp.callbacks._locate.trace import Seen
 from lightning_mp.callbacks._rules.records import Verdict
 from lightning_mp.callbacks._words import non_finite as locator
 from lightning_mp.callbacks._words.sentences import MESSAGES, REMEDIES, SENTENCES, SHARED
@@ -102,18 +100,25 @@ def causes() -> Iterator[str]:
     nan, inf = Seen("", half, 3.0, 2, 0, 0), Seen("[0]", half, 3.0, 0, 1, 1)
     both = Seen("head.weight", single, 1.0, 1, 1, 0)
     mask, fine = Seen("['mask']", half, 0.0, 0, 4, 0), Seen("[0]", half, 64000.0, 0, 0, 0)
-    mlp, head = "`layers.0.mlp` (MLP)", TracedCall("head", nn.Linear(1, 1))
     loss = "The loss computation in `training_step` of the root `Model`"
     says: dict[str, Any] = {
-        **{"count": 3, "name": "ValueError", "bad": both, "root": "Model"},
-        **{"now": nan.kind, "before": 0.693, "scale": 256.0, "title": mlp},
-        **{"call": head, "buffer": both, "largest": fine, "mask": mask},
+        **{"batches": 3, "skips": 3, "name": "ValueError", "text": "no such key"},
+        **{"bad": both, "root": "Model", "now": nan.kind, "before": 0.693},
+        **{"scale": 256.0, "fitting": 256.0, "title": "`layers.0.mlp` (MLP)", "call": "head"},
+        **{"buffer": both, "largest": fine, "mask": mask, "path": "batch[0]", "amax": 1e6},
+        **{"usual": 3.1, "eps": 1e-8, "dtype": "float16", "suspects": "`up`, `norm`"},
         "listed": "`up` (weight 60000); `norm` (output 9)",
-        "path": "batch[0]",
-        "amax": 1e6,
-        **{"usual": 3.1, "text": "`conv` (Conv2d) made inf in the forward."},
     }
-    yield from (f"[{key}]\n{text.format(**says)}\n" for key, text in locator.CAUSES.items())
+
+    def words(also: Sequence[str] = (), tags: Sequence[str] = (), **more: Any) -> tuple[str, str]:
+        found = Verdict("non_finite", 3.0, 65504.0, "error", "head", tuple(tags), tuple(also))
+        return words_for(found.given(**says, **more), (), **PLUGIN)
+
+    for key in locator.MESSAGES:
+        yield f"[{key}]\n{words((), key.split(', ')[1:])[0]}\n"
+    for key in locator.SENTENCES:
+        after = ("forward",) * (key == "outlier")
+        yield f"[{key}]\n{words((key, *after))[0].partition('. ')[2]}\n"
     more: Any
     for keys, more in (
         (("forward_output", "inputs"), {"bad": inf}),
@@ -126,28 +131,16 @@ def causes() -> Iterator[str]:
         (("backward_scaled", "output_gradient", "own_gradient"), {"bad": both, "scale": 512.0}),
         (("backward_scaled", "backward_of_loss"), {"bad": nan, "scale": 512.0, "title": loss}),
     ):
-        fields = {**says, **more}
-        del fields["largest"]
-        yield locator.causes(keys, near=[mask, fine], **fields) + "\n"
-    for source, more in (
-        ("batch", {}),
-        ("parameter", {}),
-        ("forward", {"dtype": "float32"}),
-        ("forward", {"dtype": "float16", "is_root": True}),
-        ("forward", {"dtype": "float16", "is_nan": True}),
-        ("outlier", {"usual": 3.1}),
-        ("forward", {"dtype": "float16", "suspects": ("up", "norm")}),
-        ("backward", {"fitting_scale": 256.0}),
-        ("backward", {"dtype": "float16"}),
-        ("backward", {"dtype": "float16", "is_root": True}),
-        ("backward", {"dtype": "float32"}),
+        says |= more
+        yield words(keys)[0] + "\n"
+    for tags in (
+        *(["batch"], ["outlier"], ["parameter"], ["parameter", "epsilon", "unchecked"]),
+        *(["parameter", "unchecked"], ["forward", "wide"], ["forward", "wide", "root"]),
+        *(["forward"], ["forward", "root"], ["forward", "nan"], ["forward", "suspects"]),
+        *(["backward", "wide", "scale"], ["backward"], ["backward", "root"]),
+        ["backward", "wide", "root"],
     ):
-        finding = NonFiniteSource(source=source, name="head", text="", **more)
-        yield f"[{source}, {more}]\n{locator.remedy_for(finding, PLUGIN)}\n"
-    held = NonFiniteSource(source="parameter", name="head", text="", dtype="float16")
-    for options in ({"eps": 1e-8}, {"checks_gradients": False}):
-        remedy = locator.remedy_for(held, PLUGIN, **options)  # type: ignore[arg-type]
-        yield f"[parameter, {options}]\n{remedy}\n"
+        yield f"[{', '.join(tags)}]\n{words((), tags)[1]}\n"
 
 
 # A value for each field of the templates in `USAGE`.
