@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,14 +33,14 @@ def set_up(run: StartedRun) -> Iterator[Finding]:
     if run.error is None or any(unknown_modules(run)):
         return  # another check names the cause
     message = reason_of(str(run.error)) or str(run.error)
-    # The errors of this package end with the remedy.
-    what, _, change = message.rpartition(". ")
+    # Errors of this package end with the remedy.
+    *what, change = re.split(r"(?<=[^.]\.)\s+(?=[A-Z])", message.strip())
     yield Finding(
         "set-up",
         "wrong",
-        f"The run ends before its first batch: {what or message}",
+        f"The run ends before its first batch: {' '.join(what) or message}",
         f"`fit` raises the same {type(run.error).__name__}.",
-        change or "See the error.",
+        change if what else "Correct the setting that the error names.",
     )
 
 

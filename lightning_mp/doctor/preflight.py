@@ -35,7 +35,7 @@ def preflight(config: list[str] | None = None, steps: int = 4, dirpath: str | No
     if callback.result is None:
         reason = callback.failure or f"the run has fewer than {steps} batches."
         raise SystemExit(f"lightning-mp preflight: {reason}")
-    print(callback.text)
+    print("\n".join([callback.text, *(f"\nNote: {note}" for note in run.notes)]))
     if callback.path is not None:
         print(f"\nThe page is {callback.path}.")
     if not callback.result.is_clean:

@@ -96,7 +96,7 @@ class _StopsAfterSetUp(Callback):
             trainer.fit_loop.setup_data()
             self._run.loader = trainer.train_dataloader
         except Exception as error:
-            self._run.notes.append(f"The training loader could not be made: {error}")
+            self._run.error = error
         self._inspect(self._run)  # before plugin and strategy undo their set-up
         raise _SetUpError
 
@@ -133,7 +133,7 @@ def start(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _set_up(run, callback or _StopsAfterSetUp(run, inspect), trainer)
-            if run.error is not None:
+            if run.error is not None and not run.is_set_up:
                 inspect(run)
     finally:
         for name, level in loggers.items():
@@ -176,10 +176,27 @@ def _on_this_machine(run: StartedRun) -> dict[str, Any]:
         name = strategy.get("class_path", "") if isinstance(strategy, dict) else strategy
         if "fsdp" in str(name).lower():
             changed["strategy"] = "auto"
-            run.notes.append("The FSDP strategy, which needs a GPU, was left out.")
+            changed["plugins"] = _without_fsdp(settings.get("plugins"))
+            run.notes.append(
+                "The FSDP strategy, which needs a GPU, was left out. `BalancedAMP` replaces "
+                "`FSDPBalancedAMP`, whose arguments are the same."
+            )
+    path = run.settings.get("ckpt_path")
+    if isinstance(path, str) and os.path.splitext(path)[1] and not os.path.exists(path):
+        run.notes.append(f"`ckpt_path: {path}`, which does not exist on this machine.")
     if run.has_both_precisions:
         changed["precision"] = None  # so that the other checks can run
     return changed
+
+
+def _without_fsdp(plugins: Any) -> Any:
+    """Return plugins with `BalancedAMP` in place of `FSDPBalancedAMP`."""
+    if isinstance(plugins, list):
+        return [_without_fsdp(each) for each in plugins]
+    if isinstance(plugins, dict) and "class_path" in plugins:
+        return {**plugins, "class_path": _without_fsdp(plugins["class_path"])}
+    is_fsdp = isinstance(plugins, str) and plugins.rpartition(".")[2] == "FSDPBalancedAMP"
+    return "BalancedAMP" if is_fsdp else plugins
 
 
 def _subclasses(cls: type) -> Iterator[type]:

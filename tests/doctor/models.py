@@ -17,16 +17,22 @@ class CLIP(pl.LightningModule):
         width: Width of the hidden layers.
         compiled: Whether the image tower is compiled.
         fused: Whether AdamW has the fused kernel.
+        optimizers: Number of optimizers.
     """
 
     def __init__(
-        self, norm: str = "LayerNorm", width: int = 16, compiled: bool = False, fused: bool = False
+        self,
+        norm: str = "LayerNorm",
+        width: int = 16,
+        compiled: bool = False,
+        fused: bool = False,
+        optimizers: int = 1,
     ) -> None:
         super().__init__()
         layers = nn.Linear(8, width), getattr(nn, norm)(width), nn.Linear(width, 8)
         self.visual = nn.Sequential(*layers)
         self.text = nn.Linear(8, 8)
-        self.fused = fused
+        self.fused, self.optimizers_count = fused, optimizers
         if compiled:
             self.visual.compile(backend="eager")
         self.loss = ContrastiveLoss()
@@ -35,8 +41,9 @@ class CLIP(pl.LightningModule):
         image, text = (F.normalize(t(x), dim=-1) for t, x in zip((self.visual, self.text), batch))  # noqa: B905
         return self.loss(image, text, 10.0)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), fused=self.fused)
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        count = self.optimizers_count
+        return [torch.optim.AdamW(self.parameters(), fused=self.fused) for _ in range(count)]
 
 
 class Pairs(pl.LightningDataModule):

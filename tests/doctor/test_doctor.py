@@ -123,6 +123,37 @@ def test_correct_config_has_no_findings(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["FSDPBalancedAMP", "lightning_mp.FSDPBalancedAMP"])
+@pytest.mark.parametrize("strategy", ["fsdp", {"class_path": "FSDPStrategy"}])
+def test_sharded_config_is_checked_without_a_gpu(
+    name: str, strategy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for plugins in (plugin(name, half="bf16"), [plugin(name)], name):
+        said = told(config({"strategy": strategy, "plugins": plugins}), tmp_path, capsys)
+        assert said.startswith("Nothing found by 14 checks.")
+        assert "Not checked: The FSDP strategy, which needs a GPU, was left out." in said
+    wrong = plugin(name, fp32_modules=["LayerNrm"])
+    said = told(config({"strategy": strategy, "plugins": wrong}), tmp_path, capsys)
+    assert "WRONG: unknown name in `fp32_modules`" in said
+
+
+@pytest.mark.slow
+def test_errors_before_the_first_batch_are_findings_with_whole_sentences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config({}, model={"optimizers": 2}, ckpt_path="missing.ckpt")
+    said = told(settings, tmp_path, capsys)
+    assert "Change: Set `self.automatic_optimization = False`, then access" in said
+    assert "Not checked: `ckpt_path: missing.ckpt`, which does not exist on this machine." in said
+    assert said.endswith("exit 1")
+    del (settings := config({}))["data"]
+    said = told(settings, tmp_path, capsys)
+    assert "The run ends before its first batch: `train_dataloader` must be implemented" in said
+    assert "Change: Correct the setting that the error names." in said
+    assert said.endswith("exit 1")
+
+
+@pytest.mark.slow
 def test_batch_that_does_not_fit_is_a_finding_with_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
