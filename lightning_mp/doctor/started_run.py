@@ -7,6 +7,7 @@ that nothing is written.
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -170,6 +171,8 @@ def _on_this_machine(run: StartedRun) -> dict[str, Any]:
     """Return arguments of the Trainer for this machine."""
     changed: dict[str, Any] = {"devices": 1, "num_nodes": 1}
     settings = run.trainer_settings
+    if settings.get("strategy") is not None:
+        changed["strategy"] = _in_this_process(settings["strategy"])
     if not torch.cuda.is_available():
         changed["accelerator"] = "cpu"
         strategy = settings.get("strategy")
@@ -187,6 +190,15 @@ def _on_this_machine(run: StartedRun) -> dict[str, Any]:
     if run.has_both_precisions:
         changed["precision"] = None  # so that the other checks can run
     return changed
+
+
+def _in_this_process(strategy: Any) -> Any:
+    """Return a strategy that starts no processes by `multiprocessing`."""
+    if isinstance(strategy, dict) and strategy.get("init_args"):
+        arguments = {k: v for k, v in strategy["init_args"].items() if k != "start_method"}
+        return {**strategy, "init_args": arguments}
+    is_name = isinstance(strategy, str)
+    return re.sub(r"^ddp_(spawn|fork|notebook)", "ddp", strategy) if is_name else strategy
 
 
 def _without_fsdp(plugins: Any) -> Any:

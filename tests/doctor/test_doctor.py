@@ -112,7 +112,16 @@ def test_planted_mistake_is_found_until_it_is_corrected(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "trainer", [{}, CACHE, BALANCED, {**CACHE, **BALANCED}, {"plugins": plugin("PureFP16")}]
+    "trainer",
+    [
+        {},
+        CACHE,
+        BALANCED,
+        {**CACHE, **BALANCED},
+        {"plugins": plugin("PureFP16")},
+        {"strategy": "ddp_spawn_find_unused_parameters_true"},
+        {"strategy": plugin("InfCLStrategy", start_method="spawn", micro_batch_size=8)},
+    ],
 )
 def test_correct_config_has_no_findings(
     trainer: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
