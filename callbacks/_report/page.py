@@ -4,16 +4,16 @@ import base64
 import hashlib
 import json
 import re
-from html import escape
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
-from urllib.parse import quote
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from lightning_mp.callbacks._report.data import HISTOGRAM
 
-__all__ = ["MAP_TITLES", "asset", "marked_up", "report_page"]
+__all__ = ["MAP_TITLES", "headline", "rendered", "report_page"]
 
 # Name of a curve -> title and axis.
 _TIME_LINES = {
@@ -46,33 +46,36 @@ MAP_TITLES = {
 _SIGNS = {"error": "◆", "warning": "▲", "info": "●", "fine": "✓"}
 _NOUNS = {"error": "error", "warning": "warning", "info": "note"}
 _SHOWN_ALARMS = 20
-_WIDE = ' class="wide"'
-_NO_MAPS = (
-    '<p class="none">There are none. GradientUnderflowMonitor, ActivationRangeMonitor and '
-    "AdamStateMonitor record them.</p>"
-)
 
 
 def report_page(data: dict[str, Any]) -> str:
     """Return the page for the result of `report_data`, which may come from JSON."""
-    # Names and messages come from users' code, so they are escaped here, and the script inserts
+    # Names and messages come from users' code. The template escapes them, and the script inserts
     # them as text. A content security policy forbids other scripts and all requests.
-    script = "".join(asset(f"{name}.js") for name in ("base", "lines", "heat"))
-    return Template(asset("page.html")).substitute(
+    script = "".join(_asset(f"{name}.js") for name in ("base", "lines", "heat"))
+    counts, run = data["counts"], data["run"]
+    monitors = ", ".join(run["monitors"]) or "none except this report"
+    return rendered(
+        "page.html",
+        data=data,
+        level="error" if counts["error"] else "warning" if counts["warning"] else "fine",
+        headline=headline(data),
+        facts=[*_run_times(run), *run["facts"], ("Monitors", monitors)],
+        preflight=_preflight(run),
+        shown=_SHOWN_ALARMS,
+        charts=Markup(_json(_chart_data(data))),
+        script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        title=escape(data["run"]["title"]),
-        style=asset("page.css"),
-        verdicts=_verdicts(data),
-        facts=_facts_list(data["run"]),
-        preflight=_preflight(data["run"]),
-        alarms=_alarms(data),
-        no_maps="" if data["maps"] else _NO_MAPS,
-        data=_json(_chart_data(data)),
-        script=script,
     )
 
 
-def asset(name: str) -> str:
+def rendered(name: str, **fields: Any) -> str:
+    """Return the HTML of a template with the style of all pages; fields are escaped."""
+    style = Markup(_asset("page.css"))
+    return _ENVIRONMENT.get_template(name).render(style=style, **fields)
+
+
+def _asset(name: str) -> str:
     return files("lightning_mp.callbacks._report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -92,43 +95,20 @@ def headline(data: dict[str, Any]) -> str:
     return f"{', '.join(named)}; first at step {first['step']:,}: {first['message']}"
 
 
-def marked_up(message: str) -> str:
+def _marked_up(message: str) -> Markup:
     """Return escaped text in which names in backticks are code."""
     # Escaped first, because a name may contain markup.
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(message))
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(message))))
 
 
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _verdicts(data: dict[str, Any]) -> str:
-    counts, end = data["counts"], data["run"]["end"]
-    level = "error" if counts["error"] else "warning" if counts["warning"] else "fine"
-    lines = [(level, marked_up(headline(data)))]
-    if end["how"] == "failed":
-        lines.append(("error", f"Ended by <code>{escape(end.get('exception', 'unknown'))}</code>"))
-    return "\n".join(
-        f'<p class="verdict {level}"><span aria-hidden="true">{_SIGNS[level]}</span> {text}</p>'
-        for level, text in lines
-    )
-
-
-def _facts_list(run: dict[str, Any]) -> str:
-    monitors = ", ".join(run["monitors"]) or "none except this report"
-    return "\n".join(
-        f"<div{_WIDE if len(value) > 90 else ''}><dt>{escape(label)}</dt>"
-        f"<dd>{escape(value)}</dd></div>"
-        for label, value in [*_run_times(run), *run["facts"], ("Monitors", monitors)]
-    )
-
-
 def _preflight(run: dict[str, Any]) -> str:
-    """Return a link to the page of `PrecisionPreflight` in the same folder."""
+    """Return the name of the page of `PrecisionPreflight` in the same folder, if there is one."""
     name = run.get("preflight")
-    if not isinstance(name, str) or name != Path(name).name:
-        return ""
-    return f' <a href="./{escape(quote(name))}">Precision preflight</a>'
+    return name if isinstance(name, str) and name == Path(name).name else ""
 
 
 def _run_times(run: dict[str, Any]) -> list[tuple[str, str]]:
@@ -144,53 +124,9 @@ def _run_times(run: dict[str, Any]) -> list[tuple[str, str]]:
     return [*times, ("Ended", ended)]
 
 
-def _alarms(data: dict[str, Any]) -> str:
-    alarms, counts = data["alarms"], data["counts"]
-    if not alarms:
-        return '<p class="none">There are none.</p>'
-    lines = ['<div class="filters" role="group" aria-label="Show alarms of these levels">']
-    lines += [
-        f'<button type="button" class="{kind}" data-level="{kind}" aria-pressed="true">'
-        f'<span aria-hidden="true">{_SIGNS[kind]}</span> {_counted(count, _NOUNS[kind])}</button>'
-        for kind, count in counts.items()
-        if count
-    ]
-    lines.append("</div>")
-    total = sum(counts.values())
-    if total > len(alarms):
-        lines.append(f"<p>These are the first and latest {len(alarms)} of {total:,} alarms.</p>")
-    shown = "\n".join(_alarm_item(index, alarm) for index, alarm in enumerate(alarms))
-    lines.append(f'<ol class="alarms">\n{shown}\n</ol>')
-    if len(alarms) > _SHOWN_ALARMS:
-        lines.append(f'<button type="button" id="unfold">Show all {len(alarms)}</button>')
-    return "\n".join(lines)
-
-
-def _alarm_item(index: int, alarm: dict[str, Any]) -> str:
-    level = alarm["severity"]
-    tensor = ""
-    if alarm["tensor"]:
-        name = escape(alarm["tensor"])
-        # The style cuts long names at their beginning by writing from right to left.
-        tensor = f'<code class="tensor" tabindex="0" title="{name}"><bdi>{name}</bdi></code>'
-    fold = " later" if index >= _SHOWN_ALARMS else ""
-    return (
-        f'<li id="alarm-{index}" class="alarm {level}{fold}" data-level="{level}">'
-        f'<p class="what"><span class="level">{_SIGNS[level]} {_NOUNS[level]}</span> '
-        f'<a href="#timelines" data-step="{alarm["step"]}">Step {alarm["step"]:,}</a> '
-        f"{_place(alarm)}"
-        f'<span class="kind">{escape(alarm["kind"].replace("_", " "))}</span>{tensor}'
-        f'<span class="by">{escape(alarm["monitor"])}</span></p>'
-        f"<p>{marked_up(alarm['message'])}</p>"
-        + (f'<p class="remedy">{marked_up(alarm["remedy"])}</p>' if alarm["remedy"] else "")
-        + "</li>"
-    )
-
-
 def _place(alarm: dict[str, Any]) -> str:
     parts = {"epoch": alarm["epoch"], "batch": alarm["batch_idx"], "rank": alarm["rank"]}
-    known = ", ".join(f"{name} {at:,}" for name, at in parts.items() if at is not None)
-    return f'<span class="place">{known}</span> ' if known else ""
+    return ", ".join(f"{name} {at:,}" for name, at in parts.items() if at is not None)
 
 
 def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
@@ -234,3 +170,15 @@ def _map_title(name: str) -> str:
     if number.isdigit() and base in MAP_TITLES:
         return f"{MAP_TITLES[base]} ({number})"
     return MAP_TITLES.get(name, name)
+
+
+_ENVIRONMENT = Environment(
+    loader=FunctionLoader(_asset),
+    autoescape=True,
+    undefined=StrictUndefined,  # missing data raise an error
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_ENVIRONMENT.globals |= {"signs": _SIGNS, "nouns": _NOUNS}
+_ENVIRONMENT.filters |= {"counted": _counted, "marked_up": _marked_up, "place": _place}
