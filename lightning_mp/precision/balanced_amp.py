@@ -171,8 +171,13 @@ class BalancedAMP(ScaledPrecision):
             self._working.refresh(self.main_params(optimizer))
 
     @override
-    def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
-        return self.policy.recompute_context(self._device_type)
+    @contextlib.contextmanager
+    def _recompute_context(self) -> Iterator[None]:
+        # In manual optimization a backward runs inside the context of the step, whose autocast would
+        # round the gradients of fp32 modules to half. Recomputed forwards restore autocast.
+        autocast = torch.autocast(self._device_type, enabled=False)
+        with autocast, self.policy.recompute_context(self._device_type):
+            yield
 
     @property
     def _device_type(self) -> str:

@@ -72,6 +72,11 @@ class ShardedBalancedAMP(BalancedAMP):
     def _has_gradient_values(self, optimizer: Optimizer) -> bool:
         return self._on_any_rank(super()._has_gradient_values(optimizer))
 
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if super()._has_gradients(optimizer):  # torch raises on a rank without a shard
+            super().clip_grad_by_value(optimizer, clip_val)
+
     def _on_any_rank(self, has: bool) -> bool:
         # A rank without a shard of an optimizer's parameters follows the other ranks.
         flag = torch.tensor(float(has), device=self._first_device())
@@ -80,7 +85,11 @@ class ShardedBalancedAMP(BalancedAMP):
     def _fp32_modules_of(self, module: nn.Module) -> dict[str, nn.Module]:
         """Return the modules with weights that must be sharded separately in fp32, by name."""
         kept = self._keep_fp32(module)
-        return {name: m for name, m in kept.items() if list(m.parameters(recurse=False))}
+        # Attention reads the weight of its output projection without calling the projection.
+        attentions = [m for m in kept.values() if isinstance(m, nn.MultiheadAttention)]
+        read = {child for attention in attentions for child in attention.children()}
+        own = {name: m for name, m in kept.items() if m not in read}
+        return {name: m for name, m in own.items() if list(m.parameters(recurse=False))}
 
     @property
     def _wire_dtype(self) -> torch.dtype:

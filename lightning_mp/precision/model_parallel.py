@@ -64,8 +64,8 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
         """
         # Without `param_dtype`, parameters are gathered in their own dtype.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        # `fully_shard` of a parent takes all parameters that are not in a unit yet.
-        for kept in self._fp32_modules_of(module).values():
+        # Submodules first, because `fully_shard` takes all parameters that are not in a unit yet.
+        for kept in reversed(self._fp32_modules_of(module).values()):
             fully_shard(kept, mesh=mesh, mp_policy=policy, **kwargs)
 
     @override

@@ -122,3 +122,23 @@ def test_forward_is_restored_after_training() -> None:
     model = Regression()
     fit(model, BalancedAMP(fp32_modules=["network"]), loader(1))
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+class _Manual(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("weights", ["half", "full"])
+def test_backward_of_fp32_modules_computes_in_fp32_in_manual_optimization(weights: Any) -> None:
+    expected, model = _Manual(), _Manual()
+    fit(expected, None, loader(3))
+    fit(model, BalancedAMP(weights=weights, fp32_modules=["network"], loss_scale=1024), loader(3))
+    assert torch.equal(model.weights[-1], expected.weights[-1])  # the scale is a power of 2
