@@ -62,9 +62,9 @@ class CrossEntropies(NamedTuple):
         image_bD: Tensor,
         text_nD: Tensor,
         scale: Tensor,
+        negatives_bkD: Tensor | None,
         row_neg_b: Tensor,
         column_neg_n: Tensor,
-        negatives_bkD: Tensor | None = None,
     ) -> Tensor:
         """Return this rank's part of the loss divided by `shares.unit`; autograd differentiates it.
 
