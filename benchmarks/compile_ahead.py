@@ -29,8 +29,9 @@ from triton.runtime import JITFunction, driver
 
 from benchmarks._launches import absent_device
 from lightning_mp.contrastive._call.request import Request
+from lightning_mp.contrastive._exchange.exchange import Ring
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, Plan
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from lightning_mp.contrastive._tiles.triton_tiles.configs import table_arch
 from lightning_mp.numerics.row_dots import fused_row_dots
@@ -75,7 +76,7 @@ def sweeps(arch: int) -> None:
         # CUDA's allocator returns aligned addresses such as this one.
         with FakeTensorMode(), mock.patch.object(FakeTensor, "data_ptr", return_value=4096):
             rows, columns = (torch.empty(ROWS, width, dtype=dtype) for _ in range(2))
-            request, alone = Request(rows, columns, torch.empty(())), OneRank(ROWS)
+            request, alone = Request(rows, columns, torch.empty(())), Ring([ROWS])
             softmax_loss(Plan(request, alone, tiles, NeedsGrad(False, False, False)))
             for keeps in (True, False):
                 asked = dataclasses.replace(request, directions=directions, stores_tiles=keeps)

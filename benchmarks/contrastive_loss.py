@@ -39,8 +39,8 @@ from torch import Tensor
 from benchmarks import _common as common
 from benchmarks._contenders import DTYPES, PEERS, UNITS, Case, Contender, Inputs, find_contenders
 from lightning_mp.contrastive._call.request import Request
-from lightning_mp.contrastive._sums.agreement import agreed_plan
 from lightning_mp.contrastive._sums.softmax import negatives
+from lightning_mp.contrastive._sums.sweep import agreed_plan
 from lightning_mp.contrastive._tiles.tile_backend import StoredTiles
 
 # The relative difference that storing gradients and a softmax in the dtype explains.

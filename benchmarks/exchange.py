@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._common import Benchmark, Report
 from lightning_mp.contrastive._call.request import Request
-from lightning_mp.contrastive._exchange.exchange import Exchange
+from lightning_mp.contrastive._exchange.exchange import Exchange, Ring
 from lightning_mp.contrastive._operator import finish_gradients
 from lightning_mp.contrastive._sums.agreement import exchange_for
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, Plan
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, block
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
@@ -137,7 +137,7 @@ def count(
             features = [torch.empty(sizes[0], width, dtype=dtype) for _ in range(2)]
             inputs = (*features, torch.empty(()), None)
             tiles_of = functools.partial(TritonTiles, arch=90)
-            travel: tuple[Exchange, TileBackend] = OneRank(sizes[0]), tiles_of(workspace_bytes)
+            travel: tuple[Exchange, TileBackend] = Ring([sizes[0]]), tiles_of(workspace_bytes)
             if len(sizes) > 1:
                 travel = exchange_for(sizes, features[0], exchange, tiles_of, workspace_bytes)
             needs_grad = NeedsGrad(image=True, text=True, scale=True)

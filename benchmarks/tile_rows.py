@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from benchmarks import _common as common
 from benchmarks._contenders import DTYPES
 from lightning_mp.contrastive._call.request import Request
+from lightning_mp.contrastive._exchange.exchange import Ring
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, Plan
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, tiles
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig, timings
 
@@ -73,7 +74,7 @@ def _report(width: int, dtype: str, args: argparse.Namespace) -> common.Report:
     scale = torch.tensor(100.0, device=args.device)
     request = Request(image, text, scale, stores_tiles=False)
     plan = Plan(
-        request, OneRank(args.batch), TritonTiles(autotune=True), NeedsGrad(True, True, True)
+        request, Ring([args.batch]), TritonTiles(autotune=True), NeedsGrad(True, True, True)
     )
     with timed_rows() as found, torch.no_grad():
         softmax_loss(plan)

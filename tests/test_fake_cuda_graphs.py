@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._call.request import Request
+from lightning_mp.contrastive._exchange.exchange import Ring
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, Plan
 from lightning_mp.contrastive._tiles.triton_tiles import (
     TritonTiles,
     block,
@@ -104,7 +105,7 @@ def test_small_batch_is_captured_in_few_launches(
     image, text = (torch.zeros(b, 64, dtype=dtype, device="cuda") for _ in range(2))
     scale = torch.ones((), device="cuda")
     backend = TritonTiles(tile_dtype=tile_dtype, autotune=True, arch=90)
-    plan = Plan(Request(image, text, scale), OneRank(b), backend, NeedsGrad(True, True, True))
+    plan = Plan(Request(image, text, scale), Ring([b]), backend, NeedsGrad(True, True, True))
     with gpu.capture() as captured:
         softmax_loss(plan)
     kernels = [name for name in captured if name.endswith("_kernel")]
@@ -116,7 +117,7 @@ def test_small_batch_is_captured_in_few_launches(
 def test_blocks_that_fill_the_device_can_be_captured(triton_launches: FakeCuda) -> None:
     image, text = (torch.zeros(4096, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     scale, backend = torch.ones((), device="cuda"), TritonTiles(2**21, arch=90)
-    plan = Plan(Request(image, text, scale), OneRank(4096), backend, NeedsGrad(True, True, True))
+    plan = Plan(Request(image, text, scale), Ring([4096]), backend, NeedsGrad(True, True, True))
     tiles._multiprocessors.cache_clear()
     with triton_launches.capture() as captured:
         softmax_loss(plan)

@@ -26,13 +26,12 @@ from lightning_mp.contrastive._call.request import (
     group_named,
     ranks_of,
 )
-from lightning_mp.contrastive._exchange.failures import collective_error
-from lightning_mp.contrastive._sums.agreement import agreed_plan
+from lightning_mp.contrastive._exchange.exchange import collective_error
 from lightning_mp.contrastive._sums.combined import combined_loss
 from lightning_mp.contrastive._sums.prefixes import prefixes_loss
 from lightning_mp.contrastive._sums.sigmoid import sigmoid_loss
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import Plan, SweepResult
+from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, agreed_plan
 from lightning_mp.contrastive._sums.targeted import targeted_loss
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 

@@ -15,7 +15,7 @@ from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp.contrastive._call.checks import check_rules, find_problem
 from lightning_mp.contrastive._call.first_inputs import FirstInputs
 from lightning_mp.contrastive._call.request import RULES, PairArguments, Request
-from lightning_mp.contrastive._exchange.failures import CollectiveError
+from lightning_mp.contrastive._exchange.exchange import CollectiveError
 from lightning_mp.contrastive._operator import loss_of
 from lightning_mp.contrastive._sums.agreement import device_problem, refuse_on_all_ranks
 from lightning_mp.contrastive._tiles.backends import tiles_problem

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp._foreign import ForLightning
-from lightning_mp.contrastive._exchange.failures import CollectiveError
+from lightning_mp.contrastive._exchange.exchange import CollectiveError
 from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive._exchange.exchange import FollowingSum, Ring, Sending
 from lightning_mp.contrastive._exchange.padding import Padding
-from lightning_mp.contrastive._exchange.ring import FollowingSum, Ring, Sending
 from lightning_mp.contrastive._exchange.slices import SlicedSum, Slices, block_bytes, slice_count
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from tests.contrastive.visible import visible

@@ -13,8 +13,14 @@ from torch import Tensor
 
 from lightning_mp import ClipLoss, ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive._call.request import Request
-from lightning_mp.contrastive._exchange.failures import CollectiveError
+from lightning_mp.contrastive._exchange.exchange import (
+    CollectiveError,
+    FollowingSum,
+    Ring,
+    collective_error,
+)
 from lightning_mp.contrastive._sums import agreement
+from lightning_mp.contrastive._sums.sweep import agreed_plan
 from tests.fake_cuda import FakeCuda
 from tests.processes import run_ranks
 
@@ -49,6 +55,12 @@ def test_error_of_a_collective_names_the_loss_and_the_call(exchange: str) -> Non
     assert "look at the other ranks' logs first" in said
     assert "This was call 2 of the loss." in said
     assert cause.endswith("Error")
+
+
+def test_errors_of_a_single_process_are_no_errors_of_a_collective() -> None:
+    with pytest.raises(RuntimeError, match="came after 0 calls") as caught:
+        FollowingSum(Ring([2]), "sum").result()
+    assert collective_error("ContrastiveLoss", caught.value) is None
 
 
 def test_other_errors_are_not_wrapped(
@@ -133,7 +145,7 @@ def test_cpu_features_with_an_nccl_group_raise_on_all_ranks(
     assert [facts.tolist() for facts in nccl] == [[0] * len(agreement.Facts())]
     # Operators do not see the fake device, so the other rank calls the function inside.
     request = Request.of(ContrastiveLoss(), *on_gpu, 10.0, None).checked()
-    other = _error(lambda: agreement.agreed_plan(request))
+    other = _error(lambda: agreed_plan(request))
     assert "Rank 0 of 2 passed arguments that `ContrastiveLoss` cannot use" in other
 
 

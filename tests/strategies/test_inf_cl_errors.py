@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch import Tensor
 
 from lightning_mp import FSDPBalancedAMP, ModelParallelBalancedAMP
-from lightning_mp.contrastive._exchange.failures import CollectiveError
+from lightning_mp.contrastive._exchange.exchange import CollectiveError
 from lightning_mp.strategies import InfCLModelParallelStrategy, InfCLStrategy
 from tests.processes import run_ranks
 from tests.quiet import parameters_of

@@ -1,21 +1,64 @@
-"""`Exchange`: the interface of the code that exchanges columns and per-column sums between ranks.
+"""`Exchange`: brings columns to all ranks and per-column sums back; its simplest form, by ring.
 
 Shapes:
     b: rank batch. m: visiting columns. W: ranks.
+
+In a ring, shards travel from rank to rank while each rank works on the one it holds. Rank `r` of
+`W` starts with its own shard. In every step it sends the shard to rank `r + 1` and receives the
+next from rank `r - 1`, so that it holds the shard of rank `r - t` in step `t`. After `W` steps each
+rank has seen every shard. This is the exchange of Inf-CL (https://arxiv.org/abs/2410.17243). A
+single process is a ring of one rank.
 """
 
+import os
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Combine", "Exchange", "Home", "Visit"]
+__all__ = [
+    "CollectiveError",
+    "Combine",
+    "Exchange",
+    "FollowingSum",
+    "Home",
+    "Ring",
+    "Sending",
+    "Visit",
+    "collective_error",
+]
 
 Combine = Literal["sum", "logsumexp", "max"]
+_COMBINED: dict[Combine, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": Tensor.add_,
+    "logsumexp": torch.logaddexp,
+    "max": torch.maximum,
+}
+_FOLDERS = (os.path.dirname(dist.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+class CollectiveError(RuntimeError):
+    """A collective of a loss failed; `__cause__` is the original error."""
+
+
+def collective_error(owner: str, error: RuntimeError) -> CollectiveError | None:
+    """Return the error to raise if a collective raised `error`, `None` otherwise."""
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    # Errors of torch's C++ end in a Python frame of these folders.
+    is_of_exchange = last.f_code.co_filename.startswith(_FOLDERS)
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    if is_alone or not is_of_exchange or isinstance(error, torch.OutOfMemoryError):
+        return None
+    return CollectiveError(
+        f"A collective of `{owner}` failed on rank {dist.get_rank()}: {error}. Another rank has "
+        "probably stopped before: look at the other ranks' logs first, for the earliest error. "
+        "All ranks of the group must call the loss the same number of times."
+    )
 
 
 @dataclass(frozen=True)
@@ -34,24 +77,25 @@ class Visit:
     positive_rows: slice
 
 
-class Home(Protocol):
+class Home(ABC):
     """Accumulates a per-column sum and returns it to the rank that owns the column."""
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return uninitialized memory of the shape of `like` that `add` sends without a copy."""
-        ...
+        # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.
+        return like.new_empty(like.shape, dtype=dtype)
 
+    @abstractmethod
     def add(self, part: Tensor) -> None:
         """Add this rank's part of the visiting columns; called once in each visit."""
-        ...
 
+    @abstractmethod
     def result(self) -> Tensor:
         """Return the sum over all ranks for this rank's columns, in their order."""
-        ...
 
     def parts(self) -> Tensor:
         """Return parts of `result()` that remain to be combined along the first dimension."""
-        ...
+        return self.result()[None]
 
 
 class Exchange(ABC):
@@ -83,5 +127,98 @@ class Exchange(ABC):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place."""
-        dist.all_reduce(tensor, group=self.group)
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.group)
         return tensor
+
+
+class Ring(Exchange):
+    """The exchange by ring, see `Exchange`: one shard visits at a time."""
+
+    def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
+        travelling = shard if values is None else [*shard, values]
+        visiting = [tensor.contiguous() for tensor in travelling]
+        own = slice(0, len(visiting[0]))
+        for step in range(self.world_size):
+            sending = None
+            if step + 1 < self.world_size:  # travels while this rank works on it
+                sending = Sending(visiting, self.empty_like(visiting, step + 1), self)
+            yield Visit(visiting, 0 if step == 0 else None, own)
+            if sending is not None:
+                visiting = sending.wait()
+
+    def home(self, combine: Combine) -> "FollowingSum":
+        return FollowingSum(self, combine)
+
+    def empty_like(self, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
+        """Return buffers for the shard that this rank holds at `step`."""
+        size = self.batch_sizes[(self.rank - step) % self.world_size]
+        return [tensor.new_empty(size, *tensor.shape[1:]) for tensor in tensors]
+
+
+class Sending:
+    """Sends tensors to the next rank and receives others from the previous one, in the background.
+
+    `outgoing` are held until `wait` returns, because a send reads them in place.
+    """
+
+    def __init__(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ring: Ring) -> None:
+        # Sends require contiguous memory.
+        self._outgoing = [tensor.contiguous() for tensor in outgoing]
+        self._incoming = list(incoming)
+        # One batch of sends and receives: NCCL runs the operations of a group in order, so two
+        # ranks that both sent first would wait for each other.
+        following, previous = ((ring.rank + step) % ring.world_size for step in (1, -1))
+        operations = [
+            dist.P2POp(operation, tensor, group=ring.group, group_peer=peer)
+            for sent, received in zip(self._outgoing, self._incoming, strict=True)
+            for operation, tensor, peer in (
+                (dist.isend, sent, following),
+                (dist.irecv, received, previous),
+            )
+        ]
+        self._requests = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> list[Tensor]:
+        """Return the received tensors; on a GPU the stream waits for them, not the host."""
+        for request in self._requests:
+            request.wait()
+        self._outgoing.clear()
+        return self._incoming
+
+
+class FollowingSum(Home):
+    """A per-column sum that follows each shard around the ring and ends on the shard's own rank.
+
+    The sum of the earlier ranks arrives while this rank computes its own part. `visit` yields
+    `world_size` times, and `add` is called once in each step.
+    """
+
+    def __init__(self, ring: Ring, combine: Combine) -> None:
+        self._ring = ring
+        self._combine = combine
+        self._step = 0
+        self._sum: Sending | Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Add this rank's part of the current shard, and send the sum on."""
+        total = part
+        if isinstance(self._sum, Sending):
+            # Waits late, because the part was computed meanwhile.
+            (so_far,) = self._sum.wait()
+            total = _COMBINED[self._combine](so_far, part)
+        self._step += 1
+        self._sum = total
+        if self._ring.world_size > 1:
+            # The arriving sum belongs to the next shard, which may have another size.
+            incoming = self._ring.empty_like([total], self._step)
+            self._sum = Sending([total], incoming, self._ring)
+
+    def result(self) -> Tensor:
+        if self._sum is None or self._step != self._ring.world_size:
+            raise RuntimeError(
+                f"`FollowingSum.result()` came after {self._step} calls of `add`. It needs one in "
+                f"each of the {self._ring.world_size} steps of `Ring.visit`."
+            )
+        # The last send returns every sum to its own rank.
+        return self._sum.wait()[0] if isinstance(self._sum, Sending) else self._sum

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mp.contrastive._exchange.exchange import Combine, Exchange, Visit
+from lightning_mp.contrastive._exchange.exchange import Combine, Exchange, Home, Visit
 from lightning_mp.contrastive._exchange.padding import Padding, padding_of
 
 __all__ = ["Slices", "all_gather", "block_bytes", "slice_count"]
@@ -137,7 +137,7 @@ class _Gather:
         return self._padding.compact(self._arriving)
 
 
-class SlicedSum:
+class SlicedSum(Home):
     """A per-column sum whose result for a slice travels while the next slice is in use."""
 
     def __init__(self, slices: Slices, combine: Combine) -> None:

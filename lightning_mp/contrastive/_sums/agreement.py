@@ -22,19 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.contrastive._call.pairing import paired
-from lightning_mp.contrastive._call.request import GIVEN, RULES, Request, group_named, ranks_of
-from lightning_mp.contrastive._exchange.exchange import Exchange
-from lightning_mp.contrastive._exchange.ring import Ring
+from lightning_mp.contrastive._call.request import GIVEN, RULES, Request, ranks_of
+from lightning_mp.contrastive._exchange.exchange import Exchange, Ring
 from lightning_mp.contrastive._exchange.slices import Slices, all_gather, block_bytes, slice_count
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan
 from lightning_mp.contrastive._tiles.literals import ExchangeName
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.numerics.async_readback import AsyncReadback, send
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
 __all__ = [
-    "agreed_plan",
+    "Facts",
+    "agreed_facts",
     "device_problem",
     "exchange_for",
     "refuse_on_all_ranks",
@@ -87,38 +85,22 @@ class Facts(NamedTuple):
     statistics: int = 0
 
 
-def agreed_plan(request: Request) -> Plan:
-    """Return the plan that all ranks of a group follow; every rank calls this once per loss."""
-    image, text, scale, bias, _ = request.needs_grad
-    # A bias has no effect on a softmax; in a sigmoid loss its gradient comes with the scale's.
-    needs_grad = NeedsGrad(image, text, scale or (bias and not request.is_softmax))
-    group, pairing = group_named(request.group) if request.group else None, None
-    if request.positives is not None:
-        problem, request, pairing = paired(request, request.positives)
-        if problem is not None:
-            refuse_on_all_ranks(problem, request.owner, request.image, group)
-    if ranks_of(group, request.owner) == 1:
-        tiles = request.tiles(request.workspace_bytes)
-        return Plan(request, OneRank(len(request.text)), tiles, needs_grad, pairing=pairing)
-    by_rank = _gather(_own_facts(request, needs_grad), request.image.device, group)
-    _refuse_what_differs(by_rank, request.owner)
-    # The smallest workspace of all ranks, because all must cut the same slices.
-    shared = request.exchange, request.tiles, min(facts.budget for facts in by_rank), group
-    exchange, tiles = exchange_for([facts.texts for facts in by_rank], request.image, *shared)
-    of_images = None
-    if request.within in ("image", "both"):
-        of_images, _ = exchange_for([facts.images for facts in by_rank], request.image, *shared)
-    # All ranks compute a gradient that any of them needs.
-    needs_grad = NeedsGrad(
-        image=any(facts.image_needs_grad for facts in by_rank),
-        text=any(facts.text_needs_grad for facts in by_rank),
-        scale=any(facts.scale_needs_grad for facts in by_rank),
-    )
-    return Plan(
-        request, exchange, tiles, needs_grad, pairing=pairing,
-        pairs=sum(facts.images for facts in by_rank),
-        statistics=any(facts.statistics for facts in by_rank), image_exchange=of_images,
+def agreed_facts(
+    request: Request, needs_grad: tuple[bool, bool, bool], group: dist.ProcessGroup | None
+) -> list[Facts]:
+    """Return the facts of all ranks; raise an error on all of them if these contradict."""
+    is_read = request.read_call > 0 and request.scale.device.type != "cpu"
+    scale = _bits(request.read_scale if is_read else request.scale)
+    mine = Facts(
+        1, len(request.image), len(request.text), request.image.shape[1],
+        FLOAT_DTYPES.index(request.image.dtype), _EXCHANGES.index(request.exchange),
+        request.tiles(request.workspace_bytes).budget(request.image.device), request.given,
+        request.checksum, scale, _bits(request.bias), request.read_call * is_read, *needs_grad,
+        request.statistics,
     )  # fmt: skip
+    by_rank = _gather(mine, request.image.device, group)
+    _refuse_what_differs(by_rank, request.owner)
+    return by_rank
 
 
 def exchange_for(
@@ -183,18 +165,6 @@ def _is_of_gpus(group: dist.ProcessGroup | None) -> bool:
     # The configuration is a string such as "cpu:gloo,cuda:nccl" or "cuda:nccl".
     backends = str(dist.get_backend_config(group))
     return "nccl" in backends and "cpu:" not in backends
-
-
-def _own_facts(request: Request, needs_grad: NeedsGrad) -> Facts:
-    is_read = request.read_call > 0 and request.scale.device.type != "cpu"
-    scale = _bits(request.read_scale if is_read else request.scale)
-    return Facts(
-        1, len(request.image), len(request.text), request.image.shape[1],
-        FLOAT_DTYPES.index(request.image.dtype), _EXCHANGES.index(request.exchange),
-        request.tiles(request.workspace_bytes).budget(request.image.device), request.given,
-        request.checksum, scale, _bits(request.bias), request.read_call * is_read, *needs_grad,
-        request.statistics,
-    )  # fmt: skip
 
 
 def _bits(value: Tensor | float | None) -> int:

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive._exchange.exchange import Ring
 from lightning_mp.contrastive._sums.products import dots
 from lightning_mp.contrastive._sums.softmax import negatives
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan, SweepResult
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, Plan, SweepResult
 from lightning_mp.contrastive._sums.targeted import LogitMatrix, differentiated_loss
 
 __all__ = ["combined_loss"]
@@ -77,7 +78,7 @@ def _matrices(plan: Plan) -> list[LogitMatrix]:
     if request.within in ("image", "both"):
         of_images = dataclasses.replace(
             plan,
-            exchange=plan.image_exchange or OneRank(b),
+            exchange=plan.image_exchange or Ring([b]),
             needs_grad=NeedsGrad(True, plan.needs_grad.image, plan.needs_grad.scale),
         )
         ids_b = None if request.ids is None else request.ids[:b]

@@ -1,4 +1,4 @@
-"""The sweep of all losses over the columns of all ranks, block by block.
+"""The plan of a call, on which all ranks agree, and the sweep over the columns of all ranks.
 
 Shapes:
     B: global batch. b: images of this rank. n: its texts; text i belongs to image i for i < b.
@@ -6,16 +6,21 @@ Shapes:
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._call.pairing import Pairing
-from lightning_mp.contrastive._call.request import Request
-from lightning_mp.contrastive._exchange.exchange import Combine, Exchange, Visit
+from lightning_mp.contrastive._call.pairing import Pairing, paired
+from lightning_mp.contrastive._call.request import Request, group_named, ranks_of
+from lightning_mp.contrastive._exchange.exchange import Exchange, Ring, Visit
+from lightning_mp.contrastive._sums.agreement import (
+    agreed_facts,
+    exchange_for,
+    refuse_on_all_ranks,
+)
 from lightning_mp.contrastive._sums.false_negatives import thresholds_of
 from lightning_mp.contrastive._tiles.masks import Ids
 from lightning_mp.contrastive._tiles.tile_backend import (
@@ -26,7 +31,7 @@ from lightning_mp.contrastive._tiles.tile_backend import (
 )
 from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, state_dtype
 
-__all__ = ["ColumnBlock", "NeedsGrad", "OneRank", "Plan", "SweepResult", "sweep"]
+__all__ = ["ColumnBlock", "NeedsGrad", "Plan", "SweepResult", "agreed_plan", "sweep"]
 
 
 class NeedsGrad(NamedTuple):
@@ -151,6 +156,39 @@ class Plan:
         return image_bD.new_empty(size, dtype=self.dtype)
 
 
+def agreed_plan(request: Request) -> Plan:
+    """Return the plan that all ranks of a group follow; every rank calls this once per loss."""
+    image, text, scale, bias, _ = request.needs_grad
+    # A bias has no effect on a softmax; in a sigmoid loss its gradient comes with the scale's.
+    needs_grad = NeedsGrad(image, text, scale or (bias and not request.is_softmax))
+    group, pairing = group_named(request.group) if request.group else None, None
+    if request.positives is not None:
+        problem, request, pairing = paired(request, request.positives)
+        if problem is not None:
+            refuse_on_all_ranks(problem, request.owner, request.image, group)
+    if ranks_of(group, request.owner) == 1:
+        tiles = request.tiles(request.workspace_bytes)
+        return Plan(request, Ring([len(request.text)]), tiles, needs_grad, pairing=pairing)
+    by_rank = agreed_facts(request, needs_grad, group)
+    # The smallest workspace of all ranks, because all must cut the same slices.
+    shared = request.exchange, request.tiles, min(facts.budget for facts in by_rank), group
+    exchange, tiles = exchange_for([facts.texts for facts in by_rank], request.image, *shared)
+    of_images = None
+    if request.within in ("image", "both"):
+        of_images, _ = exchange_for([facts.images for facts in by_rank], request.image, *shared)
+    # All ranks compute a gradient that any of them needs.
+    needs_grad = NeedsGrad(
+        image=any(facts.image_needs_grad for facts in by_rank),
+        text=any(facts.text_needs_grad for facts in by_rank),
+        scale=any(facts.scale_needs_grad for facts in by_rank),
+    )
+    return Plan(
+        request, exchange, tiles, needs_grad, pairing=pairing,
+        pairs=sum(facts.images for facts in by_rank),
+        statistics=any(facts.statistics for facts in by_rank), image_exchange=of_images,
+    )  # fmt: skip
+
+
 class ColumnBlock(NamedTuple):
     """One block of visiting columns.
 
@@ -194,37 +232,3 @@ def sweep(plan: Plan, values: Tensor | None = None) -> Iterator[ColumnBlock]:
     for index, visit in enumerate(plan.exchange.visit(travelling, values)):
         of_block = None if values is None else visit.columns[-1]
         yield ColumnBlock(plan, visit, visit.columns[0], of_block, index == 0)
-
-
-class OneRank(Exchange):
-    """The exchange of a single process."""
-
-    def __init__(self, columns: int) -> None:
-        self.rank, self.world_size, self.global_batch_size = 0, 1, columns
-
-    def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
-        columns = [tensor.contiguous() for tensor in shard]
-        yield Visit(columns if values is None else [*columns, values], 0, slice(0, len(shard[0])))
-
-    def home(self, combine: Combine) -> "_LocalSum":
-        return _LocalSum()
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-
-class _LocalSum:
-    """The per-column sum of a single process."""
-
-    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        # Not `empty_like`, which keeps strides: `finish` in Triton requires contiguous memory.
-        return like.new_empty(like.shape, dtype=dtype)
-
-    def add(self, part: Tensor) -> None:
-        self._part = part
-
-    def result(self) -> Tensor:
-        return self._part
-
-    def parts(self) -> Tensor:
-        return self._part[None]
