@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_mp.contrastive._sums.matches import add_rows
 from lightning_mp.contrastive._sums.products import dots
-from lightning_mp.contrastive._sums.statistics import LargestNegatives, loss_statistics
-from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
+from lightning_mp.contrastive._sums.statistics import loss_statistics
+from lightning_mp.contrastive._sums.sweep import LargestNegatives, Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import Derivatives, row_dots
 
 __all__ = ["sigmoid_loss"]
@@ -87,18 +87,15 @@ def _negatives(
     d_text = plan.exchange.home("sum") if use_text else None
     # In the state dtype, because there is a term for every pair.
     totals_2 = plan.scale.new_zeros(2)
-    for block in sweep(plan):
+    for block in sweep(plan, largest=largest):
         part_mD = None if d_text is None else d_text.empty(block.text_mD, plan.dtype)
-        maxima = None if largest is None else largest.fresh(block.text_mD)
         logits = block.logits(image_bD, block.text_mD)
         plan.tiles.sigmoid_sweep(
             logits._replace(scale=plan.scale, weights_b=weights_b), plan.bias, totals_2,
-            Derivatives(d_image_bD, part_mD), maxima,
+            Derivatives(d_image_bD, part_mD),
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
-        if largest is not None:
-            largest.send()
     return totals_2, d_image_bD, None if d_text is None else d_text.result()
 
 

@@ -26,8 +26,8 @@ for the backward, and no rank waits for another rank's backward.
 
 from torch import Tensor
 
-from lightning_mp.contrastive._sums.statistics import LargestNegatives, softmax_statistics
-from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
+from lightning_mp.contrastive._sums.statistics import softmax_statistics
+from lightning_mp.contrastive._sums.sweep import LargestNegatives, Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Prepared, StoredTiles, Vectors
 
 __all__ = ["gradients", "negatives", "softmax_loss"]
@@ -76,15 +76,12 @@ def negatives(
     image_bD = plan.request.image
     row_neg_b = image_bD.new_empty(len(image_bD), dtype=plan.state)
     columns = plan.exchange.home("logsumexp")
-    for block in sweep(plan):
+    for block in sweep(plan, largest=largest):
         # Uninitialized, because `Logits.fresh` says that it is overwritten.
         part_m = row_neg_b.new_empty(len(block.text_mD))
-        maxima = None if largest is None else largest.fresh(part_m)
         logits = block.logits(image_bD, block.text_mD, stored)
-        plan.tiles.lse_sweep(logits, Vectors(row_neg_b, part_m), prepared, maxima)
+        plan.tiles.lse_sweep(logits, Vectors(row_neg_b, part_m), prepared)
         columns.add(part_m)
-        if largest is not None:
-            largest.send()
     return row_neg_b, columns.parts()
 
 

@@ -1,8 +1,7 @@
 """The values of `LossStatistics`, from maxima and log-sum-exps of the sweeps.
 
 Shapes:
-    b: images of this rank. q: images with a positive text. D: feature width. m: visiting columns.
-    W: ranks.
+    b: images of this rank. q: images with a positive text. D: feature width. W: ranks.
 """
 
 from collections.abc import Iterable
@@ -10,30 +9,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._sums.sweep import Plan
+from lightning_mp.contrastive._sums.sweep import LargestNegatives, Plan
 from lightning_mp.contrastive._tiles.tile_backend import Vectors
 
-__all__ = ["LargestNegatives", "loss_statistics", "softmax_statistics"]
-
-
-class LargestNegatives:
-    """The largest negatives of rows and columns, which the sweep of a loss measures."""
-
-    def __init__(self, plan: Plan) -> None:
-        image_bD = plan.request.image
-        self._rows_b = image_bD.new_full((len(image_bD),), -torch.inf, dtype=plan.state)
-        self._columns = plan.exchange.home("max")
-
-    def fresh(self, columns: Tensor) -> Vectors:
-        """Return the maxima that a tile backend raises in the next block, for its columns."""
-        self._block = Vectors(self._rows_b, self._rows_b.new_full(columns.shape[:1], -torch.inf))
-        return self._block
-
-    def send(self) -> None:
-        self._columns.add(self._block.columns_m)
-
-    def home(self) -> Vectors:
-        return Vectors(self._rows_b, self._columns.result())
+__all__ = ["loss_statistics", "softmax_statistics"]
 
 
 def loss_statistics(plan: Plan, pos_q: Tensor, probability_2q: Tensor, maxima: Vectors) -> Tensor:

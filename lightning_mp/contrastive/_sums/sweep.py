@@ -28,10 +28,19 @@ from lightning_mp.contrastive._tiles.tile_backend import (
     RowsColumns,
     StoredTiles,
     TileBackend,
+    Vectors,
 )
 from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, state_dtype
 
-__all__ = ["ColumnBlock", "NeedsGrad", "Plan", "SweepResult", "agreed_plan", "sweep"]
+__all__ = [
+    "ColumnBlock",
+    "LargestNegatives",
+    "NeedsGrad",
+    "Plan",
+    "SweepResult",
+    "agreed_plan",
+    "sweep",
+]
 
 
 class NeedsGrad(NamedTuple):
@@ -200,6 +209,7 @@ class ColumnBlock(NamedTuple):
     visit: Visit
     text_mD: Tensor
     values: Any
+    maxima: Vectors | None
     is_first: bool
 
     def logits(
@@ -218,11 +228,25 @@ class ColumnBlock(NamedTuple):
         fresh = RowsColumns(self.is_first, True)
         return Logits(
             image_bD, text_mD, plan.request.scale, self.visit.diagonal, rows, ids, thresholds,
-            stored, fresh,
+            stored, fresh, maxima=self.maxima,
         )  # fmt: skip
 
 
-def sweep(plan: Plan, values: Tensor | None = None) -> Iterator[ColumnBlock]:
+class LargestNegatives:
+    """The largest logits of the negatives of rows and columns, which a sweep measures."""
+
+    def __init__(self, plan: Plan) -> None:
+        image_bD = plan.request.image
+        self.rows_b = image_bD.new_full((len(image_bD),), -torch.inf, dtype=plan.state)
+        self.columns = plan.exchange.home("max")
+
+    def home(self) -> Vectors:
+        return Vectors(self.rows_b, self.columns.result())
+
+
+def sweep(
+    plan: Plan, values: Tensor | None = None, largest: LargestNegatives | None = None
+) -> Iterator[ColumnBlock]:
     """Yield the columns of all ranks, block by block, with `values` of these columns if given."""
     travelling = [plan.request.text]
     if plan.ids_n is not None:
@@ -230,5 +254,11 @@ def sweep(plan: Plan, values: Tensor | None = None) -> Iterator[ColumnBlock]:
     if plan.thresholds is not None:
         travelling += plan.thresholds.travelling
     for index, visit in enumerate(plan.exchange.visit(travelling, values)):
+        text_mD, maxima = visit.columns[0], None
+        if largest is not None:
+            lowest_m = largest.rows_b.new_full((len(text_mD),), -torch.inf)
+            maxima = Vectors(largest.rows_b, lowest_m)
         of_block = None if values is None else visit.columns[-1]
-        yield ColumnBlock(plan, visit, visit.columns[0], of_block, index == 0)
+        yield ColumnBlock(plan, visit, text_mD, of_block, maxima, index == 0)
+        if largest is not None and maxima is not None:
+            largest.columns.add(maxima.columns_m)

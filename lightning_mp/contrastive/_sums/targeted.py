@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._sums.softmax import gradients, negatives
-from lightning_mp.contrastive._sums.statistics import LargestNegatives, softmax_statistics
-from lightning_mp.contrastive._sums.sweep import Plan, SweepResult
+from lightning_mp.contrastive._sums.statistics import softmax_statistics
+from lightning_mp.contrastive._sums.sweep import LargestNegatives, Plan, SweepResult
 from lightning_mp.contrastive._sums.targets import cross_entropies_of
 from lightning_mp.contrastive._tiles.tile_backend import StoredTiles, row_dots
 

@@ -116,6 +116,8 @@ class Logits(NamedTuple):
         fresh: Whether the outputs for rows, and for columns, are uninitialized: the sweep then
             overwrites them instead of adding to them.
         weights_b: Weights of the rows in `TorchTiles.sigmoid_sweep`; `None` for 1 each.
+        maxima: Numbers that the first sweep raises, in place, to the largest logits of the
+            negatives, without a bias; `None` without statistics. Not supported with thresholds.
     """
 
     rows_bD: Tensor
@@ -128,6 +130,7 @@ class Logits(NamedTuple):
     stored: StoredTiles | None = None
     fresh: RowsColumns = RowsColumns(False, False)
     weights_b: Tensor | None = None
+    maxima: Vectors | None = None
 
 
 class Prepared(NamedTuple):
@@ -265,19 +268,12 @@ class TileBackend(ABC):
             grad_D.mul_(factor)
 
     @abstractmethod
-    def lse_sweep(
-        self,
-        logits: Logits,
-        lses: Vectors,
-        prepared: Prepared | None = None,
-        maxima: Vectors | None = None,
-    ) -> None:
+    def lse_sweep(self, logits: Logits, lses: Vectors, prepared: Prepared | None = None) -> None:
         """Add one shard to the log-sum-exps of the negatives, in place; one unit of work.
 
         `rows_b[i] <- log(exp(rows_b[i]) + sum_j exp(S_ij))` and
         `columns_m[j] <- log(exp(columns_m[j]) + sum_i exp(S_ij))`, without the positives.
         Tiles that fit are stored in `logits.stored`; `prepared` is the result of `prepare`.
-        `maxima` are raised to the negatives' logits if given.
         """
 
     @abstractmethod
@@ -292,19 +288,13 @@ class TileBackend(ABC):
 
     @abstractmethod
     def sigmoid_sweep(
-        self,
-        logits: Logits,
-        bias: Tensor,
-        totals_2: Tensor,
-        gradients: Derivatives,
-        maxima: Vectors | None = None,
+        self, logits: Logits, bias: Tensor, totals_2: Tensor, gradients: Derivatives
     ) -> None:
         """Add one shard's negatives to the sigmoid loss and its gradients, in place.
 
         With `x_ij = S_ij + bias` and `P_ij = sigmoid(x_ij)`, zero at positives:
         `totals_2 += [sum softplus(x_ij), sum P_ij]`, and gradients as in `grad_sweep`. One unit of
-        work, and one for each gradient. `maxima`, if given, are raised to `S`, without the bias.
-        No tile is stored.
+        work, and one for each gradient. No tile is stored.
         """
 
 

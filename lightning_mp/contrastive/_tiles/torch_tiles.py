@@ -61,13 +61,7 @@ class TorchTiles(TileBackend):
 
     workspace_bytes: int | None = None
 
-    def lse_sweep(
-        self,
-        logits: Logits,
-        lses: Vectors,
-        prepared: Prepared | None = None,
-        maxima: Vectors | None = None,
-    ) -> None:
+    def lse_sweep(self, logits: Logits, lses: Vectors, prepared: Prepared | None = None) -> None:
         # Uninitialized memory may hold NaN.
         for total, is_fresh in zip(lses, logits.fresh, strict=True):
             if is_fresh:
@@ -79,9 +73,9 @@ class TorchTiles(TileBackend):
             if tile.thresholds is None:
                 tile.mask(logits_rc, -torch.inf)
                 peaks = None
-                if maxima is not None:
+                if logits.maxima is not None:
                     peaks = peaks_of(logits_rc)
-                    _raise_maxima(maxima, tile, peaks)
+                    _raise_maxima(logits.maxima, tile, peaks)
                 sums = log2_sums_exp2(logits_rc, dtype, powers_rc, peaks)
             else:
                 sums = thresholded_sums(tile, tile.thresholds, dtype)
@@ -102,20 +96,15 @@ class TorchTiles(TileBackend):
         self._multiply(logits, weights_of, gradients)
 
     def sigmoid_sweep(
-        self,
-        logits: Logits,
-        bias: Tensor,
-        totals_2: Tensor,
-        gradients: Derivatives,
-        maxima: Vectors | None = None,
+        self, logits: Logits, bias: Tensor, totals_2: Tensor, gradients: Derivatives
     ) -> None:
         log2_bias = bias * _LOG2_E
 
         def weights_of(tile: Tile) -> Tensor:
             logits_rc = tile.logits()
-            if maxima is not None:
+            if logits.maxima is not None:
                 tile.mask(logits_rc, -torch.inf)
-                _raise_maxima(maxima, tile, peaks_of(logits_rc))
+                _raise_maxima(logits.maxima, tile, peaks_of(logits_rc))
             weights_rc, losses = sigmoid(tile, log2_bias, logits.weights_b)
             totals_2.add_(torch.stack([losses, weights_rc.sum()]).to(totals_2.dtype))
             return weights_rc

@@ -94,7 +94,7 @@ def test_shards_share_the_memory_and_stored_rows_are_read(seen: str, arch: int) 
         lses = Vectors(*(lse.clone() for lse in shard.start))
         lows = (torch.full_like(lse, -torch.inf) for lse in shard.start)
         maxima = Vectors(*lows) if seen == "maxima" else None
-        tiles.lse_sweep(logits._replace(stored=stored), lses, maxima=maxima)
+        tiles.lse_sweep(logits._replace(stored=stored, maxima=maxima), lses)
         shard.positives = _masked(logits)
         assert shard.lse_error(lses) < LSE_ERROR
     used = b * 80 + 128 * 144

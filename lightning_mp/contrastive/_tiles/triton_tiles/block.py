@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightning_mp.contrastive._tiles.masks import Ids, Thresholds
-from lightning_mp.contrastive._tiles.tile_backend import Derivatives, RowsColumns
+from lightning_mp.contrastive._tiles.tile_backend import Derivatives, RowsColumns, Vectors
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import NO_DIAGONAL
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Operand, Precision, padded
@@ -36,6 +36,7 @@ class Block:
             guides are in operand form.
         stored_nc: Memory for its products, in fp32, that lasts from one sweep to the next.
         fresh: Whether sums of the rows, and of the columns, are uninitialized.
+        maxima: Numbers that the sweep raises to the largest logits, see `Logits`.
     """
 
     rows: slice
@@ -47,6 +48,7 @@ class Block:
     thresholds: Thresholds | None = None
     stored_nc: Tensor | None = None
     fresh: RowsColumns = RowsColumns(False, False)
+    maxima: Vectors | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -84,7 +84,8 @@ class KernelLogits:
         `n c D` products. A block does not mix rows with and without positives, so that kernels have
         one diagonal, nor rows with and without stored products.
         """
-        rows_bD, columns_mD, _, diagonal, positive_rows, ids, thresholds, _, fresh, _ = self.logits
+        rows_bD, columns_mD, _, diagonal, positive_rows, ids, thresholds, _, fresh, *_ = self.logits
+        maxima = self.logits.maxima
         most_stored = len(self.stored_rm)
         b, m = len(rows_bD), len(columns_mD)
         for left in range(0, m, shape[1]):
@@ -104,6 +105,7 @@ class KernelLogits:
                     self.stored_rm[rows, columns] if rows.start < most_stored else None,
                     # Each row is first visited with the first columns, and vice versa.
                     RowsColumns(fresh.rows and left == 0, fresh.columns and rows.start == 0),
+                    None if maxima is None else maxima.block(rows, columns),
                 )  # fmt: skip
 
     def trial_block(self, rows: int = _TUNED_ROWS, columns: int = _TUNED_ROWS) -> Block:

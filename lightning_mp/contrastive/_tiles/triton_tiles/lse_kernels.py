@@ -281,12 +281,10 @@ def add_lse(
     reference: Tensor,
     lses: Vectors,
     config: TileConfig,
-    maxima: Vectors | None = None,
 ) -> None:
     """Add one block to natural log-sum-exps of its negatives, in place, and store its products.
 
-    Tiles with sums outside of `reference - 90` to `reference + 119` are computed twice. `maxima` of
-    the block's rows and columns are raised if given; not supported with thresholds.
+    Tiles with sums outside of `reference - 90` to `reference + 119` are computed twice.
     """
     n, m = block.shape
     # Kernels assume contiguous float64 vectors, and would silently misread others.
@@ -302,7 +300,7 @@ def add_lse(
         log2_scale.new_empty(shape, dtype=torch.float32)
         for shape in ((column_tiles, n), (row_tiles, m))
     ]
-    peaks = [None if maxima is None else torch.empty_like(part) for part in sums]
+    peaks = [None if block.maxima is None else torch.empty_like(part) for part in sums]
     is_redone = log2_scale.new_empty(row_tiles * column_tiles, dtype=torch.int32)
     lse_kernel[(row_tiles * column_tiles,)](
         **block.arguments(config), **block.threshold_arguments(config), log2_scale=log2_scale,
@@ -310,7 +308,7 @@ def add_lse(
         row_maxima=peaks[0], column_maxima=peaks[1],
     )  # fmt: skip
     merge_kernel[(triton.cdiv(n, _MERGE_BLOCK) + triton.cdiv(m, _MERGE_BLOCK),)](
-        *sums, is_redone, reference, *lses, *peaks, *(maxima or (None, None)),
+        *sums, is_redone, reference, *lses, *peaks, *(block.maxima or (None, None)),
         n, m, *map(int, block.fresh), TILE_M=config.tile[0], TILE_N=config.tile[1],
         BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, enable_fp_fusion=True,
         # By default, the compiler aims at 64 registers and spills 8 bytes on sm_80, 86 and 89.

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Vectors
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Weights
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
@@ -103,26 +102,24 @@ def add_sigmoid(
     totals_2: Tensor,
     weights: Weights,
     config: TileConfig,
-    maxima: Vectors | None = None,
 ) -> None:
     """Write the sigmoids of one block, and add its `softplus` and sigmoids to `totals_2`.
 
-    `config` is a row of the table for `"softmax_wide"`, which needs as many registers. `maxima` of
-    the block's rows and columns, without the bias, are raised if given.
+    `config` is a row of the table for `"softmax_wide"`, which needs as many registers.
     """
     (n, m), (row_tiles, column_tiles) = block.shape, config.tiles(*block.shape)
     sums = log2_scale.new_empty(2, row_tiles * column_tiles, dtype=torch.float32)
     shapes = ((column_tiles, n), (row_tiles, m))
-    peaks = [None if maxima is None else sums.new_empty(shape) for shape in shapes]
+    peaks = [None if block.maxima is None else sums.new_empty(shape) for shape in shapes]
     sigmoid_kernel[(row_tiles * column_tiles,)](
         **block.arguments(config), **weights.arguments(config), log2_scale=log2_scale,
         log2_bias=log2_bias, factor=2.0**weights.exponent, sums=sums, row_maxima=peaks[0],
         column_maxima=peaks[1],
     )  # fmt: skip
-    if maxima is not None:
+    if block.maxima is not None:
         # The kernel's maxima are those of `x`, which includes the bias.
         row_n, column_m = (peak.amax(0).double() - log2_bias for peak in peaks if peak is not None)
-        maxima.raise_to(row_n, column_m, _LN_2)
+        block.maxima.raise_to(row_n, column_m, _LN_2)
     # Summed in a fixed order, unlike atomics.
     parts_2 = sums.sum(1, dtype=totals_2.dtype)
     parts_2[0] *= _LN_2

@@ -102,13 +102,7 @@ class TritonTiles(TileBackend):
     pair_terms = staticmethod(pair_terms)
     finish = staticmethod(finish)
 
-    def lse_sweep(
-        self,
-        logits: Logits,
-        lses: Vectors,
-        prepared: Prepared | None = None,
-        maxima: Vectors | None = None,
-    ) -> None:
+    def lse_sweep(self, logits: Logits, lses: Vectors, prepared: Prepared | None = None) -> None:
         kernel_logits = KernelLogits.of(logits, self.tile_dtype)
         if prepared is None:
             prepared = self.prepare(*logits[:3])
@@ -127,7 +121,7 @@ class TritonTiles(TileBackend):
                 config = self._stored_configs(kernel_logits)[0]
             elif logits.thresholds is None:
                 # With maxima or ids, some of the shapes that would be timed spill registers.
-                is_bare = maxima is None and logits.ids is None
+                is_bare = logits.maxima is None and logits.ids is None
                 config = self._choose("lse", kernel_logits, try_out if is_bare else None)
             else:
                 config = find_threshold_config(
@@ -136,12 +130,10 @@ class TritonTiles(TileBackend):
                     has_guides=kernel_logits.guides is not None,
                 )  # fmt: skip
             # Only partial sums of tiles are written, no block of logits.
-            bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
+            bytes_per_value = lse_bytes_per_value(config, with_maxima=logits.maxima is not None)
             for block in kernel_logits.blocks(self._block(kernel_logits, bytes_per_value)):
-                add_lse(
-                    block, log2_scale, reference, lses.block(block.rows, block.columns), config,
-                    None if maxima is None else maxima.block(block.rows, block.columns),
-                )  # fmt: skip
+                of_block = lses.block(block.rows, block.columns)
+                add_lse(block, log2_scale, reference, of_block, config)
 
     def grad_sweep(self, logits: Logits, lses: Vectors, gradients: Derivatives) -> None:
         kernel_logits = KernelLogits.of(logits, self.tile_dtype)
@@ -177,12 +169,7 @@ class TritonTiles(TileBackend):
                 weights.add_products(block, gradients)
 
     def sigmoid_sweep(
-        self,
-        logits: Logits,
-        bias: Tensor,
-        totals_2: Tensor,
-        gradients: Derivatives,
-        maxima: Vectors | None = None,
+        self, logits: Logits, bias: Tensor, totals_2: Tensor, gradients: Derivatives
     ) -> None:
         kernel_logits = KernelLogits.of(logits, self.tile_dtype)
         log2_scale = kernel_logits.log2_scale()
@@ -193,10 +180,7 @@ class TritonTiles(TileBackend):
             config = self._choose("softmax_wide", kernel_logits)
             for block in kernel_logits.blocks(shape):
                 weights = workspace.weights(block)
-                add_sigmoid(
-                    block, log2_scale, log2_bias, totals_2, weights, config,
-                    None if maxima is None else maxima.block(block.rows, block.columns),
-                )  # fmt: skip
+                add_sigmoid(block, log2_scale, log2_bias, totals_2, weights, config)
                 weights.add_products(block, gradients)
 
     def rounding(
