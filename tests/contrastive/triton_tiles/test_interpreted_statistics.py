@@ -40,8 +40,8 @@ def test_maxima_of_plain_and_recomputed_tiles(scale: float, workspace_bytes: int
     maxima = Vectors(*(x.clone() for x in start))
     lses = Vectors(*(torch.full_like(x, -torch.inf) for x in start))
     tiles = TritonTiles(workspace_bytes)
-    logits = Logits(rows, columns, torch.tensor(scale), 3, maxima=maxima)
-    tiles.lse_sweep(logits, lses)
+    swept = Logits(rows, columns, torch.tensor(scale), 3, maxima=maxima)
+    tiles.lse_sweep(swept, lses)
     relative, absolute = tiles.rounding(40, torch.float32)
     for found, begun, dim in zip(maxima, start, (1, 0), strict=True):
         expected = torch.maximum(begun, logits.amax(dim))
