@@ -65,29 +65,21 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
     ):
         try:
             plan = agreed_plan(request)
-            result = _compute(plan)
+            result = _compute(plan).of_inputs(plan)
         except RuntimeError as error:
             failure = collective_error(request.owner, error)
             if failure is None:
                 raise
             raise failure from error
-    loss, d_bias = result.loss, result.d_bias
-    if request.bias is not None and request.is_softmax:
-        # A bias shifts all logits alike and has no effect, but its NaN and inf must not vanish.
-        loss = loss + 0.0 * request.bias.to(loss.dtype).reshape(())
-        d_bias = 0.0 * loss
-    d_features = result.d_image_bD, result.d_text_nD
-    gradients = [*d_features, result.d_scale, d_bias, result.d_negatives_bkD]
-    if plan.pairing is not None:
-        plan.pairing.restore(gradients)
-    # Other ranks may need gradients that this rank does not.
-    needed = [x if need else None for x, need in zip(gradients, request.needs_grad, strict=True)]
-    statistics_5 = result.statistics_5 if request.statistics else None
+    loss, *others = result
     # Copied, because it shares memory with the scale's gradient, and outputs must not.
     loss = loss.to(plan.dtype, copy=True)
-    # An operator cannot return `None`: an empty 1-D tensor stands for a missing output.
-    outputs = (loss.new_empty(0) if x is None else x.contiguous() for x in (statistics_5, *needed))
-    return loss, *outputs
+    # An operator cannot return `None`: an empty 1-D tensor stands for a missing output. Other ranks
+    # may need outputs that this rank does not.
+    return loss, *(
+        x.contiguous() if x is not None and is_needed else loss.new_empty(0)
+        for x, is_needed in zip(others, request.needs, strict=True)
+    )
 
 
 def _compute(plan: Plan) -> SweepResult:
@@ -108,14 +100,12 @@ def _fake(*values: Any) -> tuple[Tensor, ...]:
     image_bD, text_nD = request.image, request.text
     wide, state = accumulation_dtype(image_bD.dtype), state_dtype(image_bD.device)
     negatives = () if request.negatives is None else request.negatives.shape
-    shapes: tuple[Sequence[int], ...] = (image_bD.shape, text_nD.shape, (), (), negatives)
-    dtypes = (wide, wide, state, state, wide)
-    statistics_5 = image_bD.new_empty(5 if request.statistics else 0, dtype=wide)
-    gradients = [
+    shapes: tuple[Sequence[int], ...] = ((5,), image_bD.shape, text_nD.shape, (), (), negatives)
+    dtypes = (wide, wide, wide, state, state, wide)
+    return image_bD.new_empty((), dtype=wide), *(
         image_bD.new_empty(shape, dtype=dtype) if need else image_bD.new_empty(0, dtype=wide)
-        for need, shape, dtype in zip(request.needs_grad, shapes, dtypes, strict=True)
-    ]
-    return image_bD.new_empty((), dtype=wide), statistics_5, *gradients
+        for need, shape, dtype in zip(request.needs, shapes, dtypes, strict=True)
+    )
 
 
 def _define(name: str, *tags: torch.Tag) -> Any:
@@ -190,28 +180,5 @@ _on_host = _define("contrastive_loss_on_host", torch.Tag.cudagraph_unsafe)
     get_raw=True,
 )
 def _flops(*values: Any, **_: Any) -> int:
-    """Count the products over pairs for `FlopCounterMode`, assuming equal batches of all ranks.
-
-    There is one product of `2 b n D` for each matrix of logits, one for the gradient of each tower
-    and, for a softmax, one for logits that were not stored. Split operands multiply three times.
-    """
     request = Request(*values)
-    ranks = ranks_of(group_named(request.group), request.owner)
-    b, n = len(request.image), len(request.text) * ranks
-    gradients = sum(request.needs_grad[:2]) or int(any(request.needs_grad[2:4]))
-    widths = list(request.widths) or [request.image.shape[1]]
-    pairs = b * n
-    if request.is_combined:
-        is_hard = request.hardness > 0 and request.directions == "both"
-        pairs *= 1 + is_hard + (request.within in ("text", "both"))
-        pairs += b * b * ranks * (request.within in ("image", "both"))
-    recomputed = pairs if request.is_softmax and gradients else 0
-    stores = request.stores_tiles and request.false_negatives == "keep" and not request.is_combined
-    if recomputed and stores:
-        tiles = request.tiles(request.workspace_bytes)
-        features = (request.image.dtype, request.image.device)
-        stored = tiles.stored_values(b, len(widths) * n, *features)
-        recomputed = tiles.multiplied_twice(b, n, widths[0], *features, stored)
-    guides = 0 if request.guide_image is None else request.guide_image.shape[1]
-    of_logits: int = sum(widths) * (recomputed + (1 + gradients) * pairs)
-    return 2 * (of_logits + guides * (2 if gradients else 1) * pairs)
+    return 2 * request.products(ranks_of(group_named(request.group), request.owner))

@@ -75,7 +75,7 @@ class FirstInputs:
             numbers = array.tolist()
             self._warn_if_unlikely(numbers, *context["shape"])
             self.read = {"read_scale": numbers[-1], "read_call": call}
-        group = group_named(request.group) if request.group else None
+        group = group_named(request.group)
         # Calls before the group exists are not counted, since other ranks may not have made them.
         self._shared_calls += ranks_of(group, request.owner) > 1
 

@@ -35,13 +35,6 @@ class Pairing(NamedTuple):
         is_other_e = (self.images_e != self.texts_e) | (self.images_e >= self.matched)
         return self.images_e[is_other_e], self.texts_e[is_other_e]
 
-    def restore(self, gradients: list[Tensor | None]) -> None:
-        """Return the gradients of a request's inputs to the original order, in place."""
-        orders = (self.image_order, self.text_order, None, None, self.image_order)
-        for place, (order, grad) in enumerate(zip(orders, gradients, strict=True)):
-            if order is not None and grad is not None:
-                gradients[place] = torch.empty_like(grad).index_copy_(0, order, grad)
-
 
 def paired(request: Request, positives: Tensor) -> tuple[str | None, Request, Pairing | None]:
     """Return an error, or `None`, the request in the order of the pairing, and the pairing.

@@ -205,6 +205,36 @@ class Request:
         # Python salts `hash` of strings differently in every process.
         return zlib.crc32(repr(rules).encode())
 
+    @property
+    def needs(self) -> tuple[bool, ...]:
+        """Whether the call returns statistics, and each gradient of `needs_grad`."""
+        return self.statistics, *self.needs_grad
+
+    def products(self, ranks: int) -> int:
+        """Return the number of multiplications of pairs, assuming equal batches of all ranks.
+
+        There is one product of `b n D` for each matrix of logits, one for the gradient of each
+        tower and, for a softmax, one for logits that were not stored. Split operands multiply three
+        times.
+        """
+        (b, width), n = self.image.shape, len(self.text) * ranks
+        gradients = sum(self.needs_grad[:2]) or int(any(self.needs_grad[2:4]))
+        widths, pairs = list(self.widths) or [width], b * n
+        if self.is_combined:
+            is_hard = self.hardness > 0 and self.directions == "both"
+            pairs *= 1 + is_hard + (self.within in ("text", "both"))
+            pairs += b * b * ranks * (self.within in ("image", "both"))
+        recomputed = pairs if self.is_softmax and gradients else 0
+        stores = self.stores_tiles and self.false_negatives == "keep" and not self.is_combined
+        if recomputed and stores:
+            tiles = self.tiles(self.workspace_bytes)
+            features = (self.image.dtype, self.image.device)
+            stored = tiles.stored_values(b, len(widths) * n, *features)
+            recomputed = tiles.multiplied_twice(b, n, widths[0], *features, stored)
+        guides = 0 if self.guide_image is None else self.guide_image.shape[1]
+        of_logits: int = sum(widths) * (recomputed + (1 + gradients) * pairs)
+        return of_logits + guides * (2 if gradients else 1) * pairs
+
     def tiles(self, workspace_bytes: int | None) -> TileBackend:
         # Triton's sigmoid kernel does not support weights.
         is_weighted = self.weights is not None and not self.is_softmax

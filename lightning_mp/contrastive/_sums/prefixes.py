@@ -76,7 +76,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
         if grad is not None:
             grad.mul_(factor)
     d_scale, loss = plan.exchange.all_reduce(totals)
-    return SweepResult(loss, d_image_bD, d_text_nD, d_scale=d_scale)
+    return SweepResult(loss, None, d_image_bD, d_text_nD, d_scale)
 
 
 def _negatives(

@@ -65,7 +65,7 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
         # Maxima are without the bias.
         statistics_5 = loss_statistics(plan, pos_b - plan.bias, probability_2b, largest.home())
     loss, d_bias, d_scale = (x.clone() for x in sums)  # outputs must not be views
-    return SweepResult(loss, d_image_bD, d_text_nD, d_negatives_bkD, d_scale, d_bias, statistics_5)
+    return SweepResult(loss, statistics_5, d_image_bD, d_text_nD, d_scale, d_bias, d_negatives_bkD)
 
 
 def _weights(plan: Plan) -> Tensor | None:

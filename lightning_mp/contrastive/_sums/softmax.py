@@ -58,9 +58,7 @@ def softmax_loss(plan: Plan) -> SweepResult:
             plan.exchange.world_size, totals[0] if plan.needs_grad.scale else None,
         )  # fmt: skip
     *d_scale, loss = plan.exchange.all_reduce(totals)
-    return SweepResult(
-        loss, d_image_bD, d_text_nD, d_scale=next(iter(d_scale), None), statistics_5=statistics_5
-    )
+    return SweepResult(loss, statistics_5, d_image_bD, d_text_nD, next(iter(d_scale), None))
 
 
 def negatives(

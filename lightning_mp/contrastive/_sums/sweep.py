@@ -60,22 +60,40 @@ class SweepResult(NamedTuple):
 
     Args:
         loss: The loss, equal on all ranks.
+        statistics_5: The values of `LossStatistics`; `None` if no rank requests them.
         d_image_bD: Gradient of the images in the accumulation dtype, as for all features: the loss
             scale is part of the cotangent, and fp16 would underflow before it is applied.
         d_text_nD: Gradient of the texts.
-        d_negatives_bkD: Gradient of the `negatives` of single images.
         d_scale: Gradient of the scale, in the state dtype, as is the gradient of the bias.
-        d_bias: Gradient of the bias; `None` for a softmax, on which a bias has no effect.
-        statistics_5: The values of `LossStatistics`; `None` if no rank requests them.
+        d_bias: Gradient of the bias; `None` for a softmax.
+        d_negatives_bkD: Gradient of the `negatives` of single images.
     """
 
     loss: Tensor
+    statistics_5: Tensor | None = None
     d_image_bD: Tensor | None = None
     d_text_nD: Tensor | None = None
-    d_negatives_bkD: Tensor | None = None
     d_scale: Tensor | None = None
     d_bias: Tensor | None = None
-    statistics_5: Tensor | None = None
+    d_negatives_bkD: Tensor | None = None
+
+    def of_inputs(self, plan: "Plan") -> "SweepResult":
+        """Return the result in the order of the call's inputs, with a gradient of any bias."""
+        result, bias, pairing = self, plan.request.bias, plan.pairing
+        if bias is not None and plan.request.is_softmax:
+            # A bias shifts all logits alike and has no effect, but its NaN and inf must not vanish.
+            loss = self.loss + 0.0 * bias.to(self.loss.dtype).reshape(())
+            result = self._replace(loss=loss, d_bias=0.0 * loss)
+        if pairing is None:
+            return result
+        by_image, by_text = pairing.image_order, pairing.text_order
+        orders = {"d_image_bD": by_image, "d_text_nD": by_text, "d_negatives_bkD": by_image}
+        in_order = {
+            name: torch.empty_like(grad).index_copy_(0, order, grad)
+            for name, order in orders.items()
+            if order is not None and (grad := getattr(result, name)) is not None
+        }
+        return result._replace(**in_order)
 
 
 @dataclass(eq=False)
@@ -170,7 +188,7 @@ def agreed_plan(request: Request) -> Plan:
     image, text, scale, bias, _ = request.needs_grad
     # A bias has no effect on a softmax; in a sigmoid loss its gradient comes with the scale's.
     needs_grad = NeedsGrad(image, text, scale or (bias and not request.is_softmax))
-    group, pairing = group_named(request.group) if request.group else None, None
+    group, pairing = group_named(request.group), None
     if request.positives is not None:
         problem, request, pairing = paired(request, request.positives)
         if problem is not None:

@@ -103,7 +103,7 @@ def differentiated_loss(
         if total is not None:
             total.mul_(factor)
     d_scale = next(iter(d_scales), None)
-    return SweepResult(loss, d_image_bD, d_text_nD, d_negatives_bkD, d_scale)
+    return SweepResult(loss, None, d_image_bD, d_text_nD, d_scale, d_negatives_bkD=d_negatives_bkD)
 
 
 def _differentiated(
