@@ -72,13 +72,14 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
                 raise
             raise failure from error
     loss, *others = result
+    needs = (request.statistics, *request.needs_grad)
     # Copied, because it shares memory with the scale's gradient, and outputs must not.
     loss = loss.to(plan.dtype, copy=True)
     # An operator cannot return `None`: an empty 1-D tensor stands for a missing output. Other ranks
     # may need outputs that this rank does not.
     return loss, *(
         x.contiguous() if x is not None and is_needed else loss.new_empty(0)
-        for x, is_needed in zip(others, request.needs, strict=True)
+        for x, is_needed in zip(others, needs, strict=True)
     )
 
 
@@ -102,9 +103,10 @@ def _fake(*values: Any) -> tuple[Tensor, ...]:
     negatives = () if request.negatives is None else request.negatives.shape
     shapes: tuple[Sequence[int], ...] = ((5,), image_bD.shape, text_nD.shape, (), (), negatives)
     dtypes = (wide, wide, wide, state, state, wide)
+    needs = (request.statistics, *request.needs_grad)
     return image_bD.new_empty((), dtype=wide), *(
         image_bD.new_empty(shape, dtype=dtype) if need else image_bD.new_empty(0, dtype=wide)
-        for need, shape, dtype in zip(request.needs, shapes, dtypes, strict=True)
+        for need, shape, dtype in zip(needs, shapes, dtypes, strict=True)
     )
 
 

@@ -205,11 +205,6 @@ class Request:
         # Python salts `hash` of strings differently in every process.
         return zlib.crc32(repr(rules).encode())
 
-    @property
-    def needs(self) -> tuple[bool, ...]:
-        """Whether the call returns statistics, and each gradient of `needs_grad`."""
-        return self.statistics, *self.needs_grad
-
     def products(self, ranks: int) -> int:
         """Return the number of multiplications of pairs, assuming equal batches of all ranks.
 

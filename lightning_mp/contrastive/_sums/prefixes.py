@@ -9,6 +9,8 @@ in `softmax`, with the same workspace. There are k log-sum-exps per column. Grad
 once, at full width, because the gradient of the normalization is linear.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -26,46 +28,52 @@ from lightning_mp.contrastive._tiles.tile_backend import (
 __all__ = ["prefixes_loss"]
 
 
+@dataclasses.dataclass(eq=False)
+class _Part:
+    """The loss of one prefix: features of the images, and results of the sweeps."""
+
+    prefix: Prefix
+    image: PrefixFeatures
+    prepared: Prepared
+    terms: PairTerms = dataclasses.field(init=False)
+    d_image_bd: Tensor | None = None
+
+
 def prefixes_loss(plan: Plan) -> SweepResult:
     """Return the weighted sum of the losses of all prefixes, and its gradients."""
-    request = plan.request
-    prefixes = [
-        Prefix(width, weight, request.normalize)
-        for width, weight in zip(request.widths, request.width_weights, strict=True)
-    ]
+    request, tiles = plan.request, plan.tiles
     image_bD, text_nD, scale = request.image, request.text, request.scale
-    memory = plan.memory_for_tiles(len(prefixes))
-    images = [prefix.of(image_bD) for prefix in prefixes]
-    prepared = [
-        plan.tiles.prepare(image.features_nd, prefix.of(text_nD).features_nd, scale)
-        for image, prefix in zip(images, prefixes, strict=True)
-    ]
-    lses = _negatives(plan, prefixes, images, prepared, StoredTiles(memory))
+    memory, parts = plan.memory_for_tiles(len(request.widths)), list[_Part]()
+    for width, weight in zip(request.widths, request.width_weights, strict=True):
+        prefix = Prefix(width, weight, request.normalize)
+        image = prefix.of(image_bD)
+        prepared = tiles.prepare(image.features_nd, prefix.of(text_nD).features_nd, scale)
+        parts.append(_Part(prefix, image, prepared))
+    lses = _negatives(plan, parts, StoredTiles(memory))
     totals = lses[0].new_zeros(2)  # the scale's gradient, and the loss
-    losses_k, found = lses[0].new_empty(len(prefixes)), []
-    for index, (prefix, loss) in enumerate(zip(prefixes, losses_k, strict=True)):
+    for index, part in enumerate(parts):
         # Kernels require contiguous vectors.
         row_b, column_n = (x[:, index].contiguous() for x in lses)
-        found.append(
-            plan.tiles.pair_terms(
-                row_b, column_n[None], prepared[index].pos_b, plan.has_terms, plan.terms, loss
-            )
+        loss = totals.new_empty(())
+        part.terms = tiles.pair_terms(
+            row_b, column_n[None], part.prepared.pos_b, plan.has_terms, plan.terms, loss
         )
-        totals[1] += prefix.weight * loss
+        totals[1] += part.prefix.weight * loss
     # Equal on all ranks, so all of them return here or none.
     if not plan.trains:
         return SweepResult(plan.exchange.all_reduce(totals)[1])
-    d_images, d_text_nD = _gradients(plan, prefixes, images, found, StoredTiles(memory))
+    d_text_nD = _gradients(plan, parts, StoredTiles(memory))
     d_image_bD = torch.zeros_like(image_bD, dtype=plan.dtype) if plan.needs_grad.image else None
-    for index, (prefix, image) in enumerate(zip(prefixes, images, strict=True)):
-        weight_b1 = found[index].weight_b.to(plan.dtype)[:, None]
+    for part in parts:
+        prefix, image = part.prefix, part.image
+        weight_b1 = part.terms.weight_b.to(plan.dtype)[:, None]
         # Recomputed, because storing it would take a copy of the texts for each prefix.
         text = prefix.of(text_nD[: len(weight_b1)])
         if d_text_nD is not None:
             own_bd = image.features_nd.to(plan.dtype) * -weight_b1
             text.add_gradient(d_text_nD[: len(own_bd)], own_bd, prefix.weight)
-        if d_images is not None:
-            grad_bd = d_images[index].addcmul_(text.features_nd, weight_b1, value=-1.0)
+        if part.d_image_bd is not None:
+            grad_bd = part.d_image_bd.addcmul_(text.features_nd, weight_b1, value=-1.0)
             # Before `add_gradient`, which removes this component.
             along_b = row_dots(image.features_nd, grad_bd, totals.dtype)
             totals[0] += prefix.weight * along_b.sum() / plan.terms
@@ -79,57 +87,45 @@ def prefixes_loss(plan: Plan) -> SweepResult:
     return SweepResult(loss, None, d_image_bD, d_text_nD, d_scale)
 
 
-def _negatives(
-    plan: Plan,
-    prefixes: list[Prefix],
-    images: list[PrefixFeatures],
-    prepared: list[Prepared],
-    stored: StoredTiles,
-) -> tuple[Tensor, Tensor]:
+def _negatives(plan: Plan, parts: list[_Part], stored: StoredTiles) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exps of the negatives per prefix: of rows, (b, k), and columns, (n, k)."""
     image_bD = plan.request.image
-    rows_kb = image_bD.new_empty(len(prefixes), len(image_bD), dtype=plan.state)
+    rows_kb = image_bD.new_empty(len(parts), len(image_bD), dtype=plan.state)
     columns = plan.exchange.home("logsumexp")
     for block in sweep(plan):
-        part_km = rows_kb.new_empty(len(prefixes), len(block.text_mD))
-        for index, prefix in enumerate(prefixes):
+        part_km = rows_kb.new_empty(len(parts), len(block.text_mD))
+        for part, row_b, column_m in zip(parts, rows_kb, part_km, strict=True):
             # Taken from the block, so that prefixes are not exchanged.
-            text_md = prefix.of(block.text_mD).features_nd
-            logits = block.logits(images[index].features_nd, text_md, stored)
-            lses = Vectors(rows_kb[index], part_km[index])
-            plan.tiles.lse_sweep(logits, lses, prepared[index])
+            text_md = part.prefix.of(block.text_mD).features_nd
+            logits = block.logits(part.image.features_nd, text_md, stored)
+            plan.tiles.lse_sweep(logits, Vectors(row_b, column_m), part.prepared)
         # The first dimension of all exchanged tensors is the batch.
         columns.add(part_km.T.contiguous())
     return rows_kb.T, columns.result()
 
 
-def _gradients(
-    plan: Plan,
-    prefixes: list[Prefix],
-    images: list[PrefixFeatures],
-    found: list[PairTerms],
-    stored: StoredTiles,
-) -> tuple[list[Tensor] | None, Tensor | None]:
-    """Return the negatives' part of the gradients of each image prefix, and of the full texts."""
-    dtype, d_images = plan.dtype, None
+def _gradients(plan: Plan, parts: list[_Part], stored: StoredTiles) -> Tensor | None:
+    """Add the negatives' part of the gradient of each image prefix; return that of full texts."""
+    dtype = plan.dtype
     # The scale's gradient is computed from that of the images' normalized prefixes.
     if plan.needs_grad.image or plan.needs_grad.scale:
-        d_images = [torch.empty_like(x.features_nd, dtype=dtype) for x in images]
+        for part in parts:
+            part.d_image_bd = torch.empty_like(part.image.features_nd, dtype=dtype)
     d_text = plan.exchange.home("sum") if plan.needs_grad.text else None
-    for block in sweep(plan, torch.stack([terms.column_lse_n for terms in found], 1)):
+    for block in sweep(plan, torch.stack([part.terms.column_lse_n for part in parts], 1)):
         text_mD = block.text_mD
         total_mD = None if d_text is None else d_text.empty(text_mD, dtype).zero_()
-        for index, prefix in enumerate(prefixes):
-            text, part_md = prefix.of(text_mD), None
+        for index, part in enumerate(parts):
+            text, part_md = part.prefix.of(text_mD), None
             if total_mD is not None:
                 part_md = torch.empty_like(text.features_nd, dtype=dtype)
             plan.tiles.grad_sweep(
-                block.logits(images[index].features_nd, text.features_nd, stored),
-                Vectors(found[index].row_lse_b, block.values[:, index].contiguous()),
-                Derivatives(None if d_images is None else d_images[index], part_md),
+                block.logits(part.image.features_nd, text.features_nd, stored),
+                Vectors(part.terms.row_lse_b, block.values[:, index].contiguous()),
+                Derivatives(part.d_image_bd, part_md),
             )
             if total_mD is not None and part_md is not None:
-                text.add_gradient(total_mD, part_md, prefix.weight)
+                text.add_gradient(total_mD, part_md, part.prefix.weight)
         if d_text is not None and total_mD is not None:
             d_text.add(total_mD)
-    return d_images, None if d_text is None else d_text.result()
+    return None if d_text is None else d_text.result()
