@@ -35,7 +35,7 @@ from lightning_mp.gradient_cache._served.call import Replayed, TowerCall
 from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
 from lightning_mp.gradient_cache._served.declared_names import DeclaredNames
 from lightning_mp.gradient_cache._served.outputs import Outputs
-from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Role
+from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.sharding import reduce_remaining, set_reduction
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.numerics.async_readback import AsyncReadback
@@ -107,9 +107,7 @@ class GradientCache:
         self._expected_rows: int | None = None
         self._in_a_tower = False
         self._warned_towers: set[str] = set()
-        # For each tower: lengths of earlier arguments, and the roles of outputs that are known.
         self._earlier: defaultdict[tuple[str, int], EarlierCalls] = defaultdict(EarlierCalls)
-        self._known: defaultdict[tuple[str, int], dict[str, Role]] = defaultdict(dict)
         self._pending: list[tuple[TowerCall, Sequence[Tensor | None]]] = []
         self.unreduced: dict[Any, None] = {}
         """Sharded modules that may hold gradients which are not reduced yet, in order."""
@@ -251,23 +249,16 @@ class GradientCache:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        name, key = tower.name, (tower.name, id(tower.module))
+        name = tower.name
         _check_no_transform(name)
         if self._has_pending_differences:
             # On CUDA, differences of earlier replays are read when they have arrived.
             self._check_differences(self._differences.ready())
             self._has_pending_differences = len(self._differences) > 0
         self.calls += 1
-        arguments = Arguments(
-            tower.signature_of,
-            args,
-            kwargs,
-            constants=() if tower.module is None else list(tower.module.buffers()),
-            declared=self._declared,
-            earlier=self._earlier[key],
-            expected=self._expected_rows,
-        )
-        call = TowerCall(self._config, tower, function, arguments, self._declared, self._known[key])
+        earlier = self._earlier[name, id(tower.module)]
+        arguments = Arguments(tower, args, kwargs, self._declared, earlier, self._expected_rows)
+        call = TowerCall(self._config, tower, function, arguments)
         call.trained.refuse = functools.partial(self._refuse_stored, name)
         rows = self._config.micro_batch_size
         was_in_a_tower, self._in_a_tower = self._in_a_tower, True

@@ -7,7 +7,7 @@ Shapes:
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_mp._nested import open_container
 from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, DeclaredRoles, Role
+from lightning_mp.gradient_cache._served.towers import Tower
 
 __all__ = [
     "Arguments",
@@ -74,31 +75,29 @@ class Arguments:
     gets all other values whole: parameters, buffers, attention masks of shape (L, L), flags.
 
     Args:
-        signature_of: The function whose parameters name the arguments.
+        tower: The called tower, whose signature names the arguments.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        constants: Tensors that are not data, such as buffers of the tower.
         declared: The declared roles.
-        earlier: Lengths of arguments in earlier calls of the tower.
+        earlier: What earlier calls of the tower have shown.
         expected: Number of rows of the step's batch. It is the batch size of the call if an
             argument has as many rows. `None`: unknown.
     """
 
     def __init__(
         self,
-        signature_of: Callable[..., Any],
+        tower: Tower,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        constants: Collection[Tensor],
         declared: DeclaredRoles,
         earlier: "EarlierCalls",
         expected: int | None,
     ) -> None:
-        tree = open_call(_argument_names(signature_of, len(args)), args, kwargs)
-        # By identity, because `==` compares the values of tensors.
-        self._constants = {id(tensor) for tensor in constants}
-        self._declared, self._earlier = declared, earlier
+        tree = open_call(_argument_names(tower.signature_of, len(args)), args, kwargs)
+        # Buffers are no data. By identity, because `==` compares the values of tensors.
+        buffers = () if tower.module is None else tower.module.buffers()
+        self._constants = {id(tensor) for tensor in buffers}
+        self.declared, self.earlier = declared, earlier
         self._least_rows_per_sample = 1  # among the declared roles
         self.batch_size = self._find_batch_size(tree.children or [], expected) or 0
 
@@ -180,7 +179,7 @@ class Arguments:
             return self._checked(path, value, role)
         if is_list:
             return ROWS
-        if self._is_constant(value) or not self._earlier.has_rows(path, value, self.batch_size):
+        if self._is_constant(value) or not self.earlier.has_rows(path, value, self.batch_size):
             return WHOLE
         # Integer vectors hold labels or lengths, one per row; float vectors are ambiguous.
         if value.ndim == 1 and isinstance(value, Tensor) and value.is_floating_point():
@@ -188,7 +187,7 @@ class Arguments:
         return ROWS
 
     def _declared_role(self, path: str) -> Role | None:
-        return self._declared.role(path, "argument") if self._declared.texts else None
+        return self.declared.role(path, "argument") if self.declared.texts else None
 
     def _checked(self, path: str, value: Any, role: Role) -> Role:
         """Return a declared role relative to the rows of this call."""
@@ -229,12 +228,14 @@ class Arguments:
 
 
 class EarlierCalls:
-    """The lengths of arguments in earlier calls of a tower, with and without the rows of the batch.
+    """What earlier calls of a tower have shown: roles of outputs, and lengths of arguments.
 
     A prompt of 8 rows is whole beside a batch of 12, and stays whole beside a last batch of 8.
     """
 
     def __init__(self) -> None:
+        self.output_roles: dict[str, Role] = {}
+        # By path, with and without the rows of the batch.
         self._lengths: dict[tuple[str, bool], set[int]] = {}
 
     def has_rows(self, path: str, value: Any, batch_size: int) -> bool:

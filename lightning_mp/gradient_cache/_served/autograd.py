@@ -90,9 +90,6 @@ class TrainedLeaves:
         # All nodes created from here on are part of a micro-batch.
         self._first = self._since = sequence_number()
 
-    def fresh(self) -> "TrainedLeaves":
-        return TrainedLeaves(self._tower, self._module, self._unsharded)
-
     @property
     def parameters(self) -> list[Tensor]:
         parameters = () if self._module is None else self._module.parameters()

@@ -17,7 +17,6 @@ from lightning_mp.gradient_cache._served.autograd import GradientSums, TrainedLe
 from lightning_mp.gradient_cache._served.config import CacheConfig
 from lightning_mp.gradient_cache._served.micro_batches import MicroBatches, SharedWriteError
 from lightning_mp.gradient_cache._served.outputs import Outputs, Sketch, check_no_tangents
-from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Role
 from lightning_mp.gradient_cache._served.sharding import (
     agree_on_micro_batches,
     set_reduction,
@@ -60,19 +59,10 @@ class _FirstRun(NamedTuple):
 
 
 class TowerCall:
-    """A call of a tower; `function` runs the tower without an interception.
-
-    `known` are the roles of outputs that earlier calls of the tower have shown.
-    """
+    """A call of a tower; `function` runs the tower without an interception."""
 
     def __init__(
-        self,
-        config: CacheConfig,
-        tower: Tower,
-        function: Callable[..., Any],
-        arguments: Arguments,
-        declared: DeclaredRoles,
-        known: dict[str, Role],
+        self, config: CacheConfig, tower: Tower, function: Callable[..., Any], arguments: Arguments
     ) -> None:
         self._config, self.tower, self.sharded = config, tower.name, tower.sharded
         self._function, self.module, self._arguments = function, tower.module, arguments
@@ -85,7 +75,7 @@ class TowerCall:
             if torch.is_grad_enabled() and isinstance(leaf, Tensor) and leaf.requires_grad
         ]
         self.inputs: list[Tensor] = [leaves[index] for index in self._with_grad]
-        self.outputs = Outputs(tower.name, arguments, declared, known)
+        self.outputs = Outputs(tower.name, arguments)
         check_no_tangents(tower.name, tensors)
         device = None if config.device is None else torch.device(config.device)
         self._micro_batches = MicroBatches(
@@ -103,10 +93,10 @@ class TowerCall:
         self._first_runs: list[_FirstRun] = []
         self._versions: dict[int, int] = {}
         self._bytes: list[int] = []
-        unsharded = None
+        self._unsharded = None
         if tower.sharded:
-            unsharded = {id(p) for p in unsharded_parameters(tower.module)}
-        self.trained = TrainedLeaves(tower.name, tower.module, unsharded)
+            self._unsharded = {id(p) for p in unsharded_parameters(tower.module)}
+        self.trained = TrainedLeaves(tower.name, tower.module, self._unsharded)
         if tower.sharded and self.inputs:
             raise RuntimeError(
                 f"Called the sharded tower `{tower.name}` with "
@@ -122,7 +112,7 @@ class TowerCall:
         """
         set_reduction(self.sharded, False)
         with undisturbed(self.device, self.module):
-            trained = self.trained.fresh()
+            trained = TrainedLeaves(self.tower, self.module, self._unsharded)
             samples = self._micro_batches.samples(rows)
             returned, inputs = self._run(samples[0])
             outputs = self.outputs.open(returned, slice(0, rows)).tensors

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lightning_mp.gradient_cache._served.arguments import Arguments, Tree, describe_value, open_tree
-from lightning_mp.gradient_cache._served.roles import ROWS, DeclaredRoles, Role
+from lightning_mp.gradient_cache._served.roles import ROWS, Role
 
 __all__ = ["Outputs", "Sketch", "check_no_tangents"]
 
@@ -24,14 +24,13 @@ class Outputs:
 
     Tensors must have the rows of the micro-batch or a declared role. Lists without tensors may have
     one item per row. All other values must be equal in every micro-batch. The roles of new outputs
-    are added to those `known` from earlier calls of the tower.
+    are added to those of earlier calls of the tower.
     """
 
-    def __init__(
-        self, tower: str, arguments: Arguments, declared: DeclaredRoles, known: dict[str, Role]
-    ) -> None:
-        self._tower, self._arguments, self._declared = tower, arguments, declared
-        self._known, self.is_first_call = known, not known
+    def __init__(self, tower: str, arguments: Arguments) -> None:
+        self._tower, self._arguments, self._declared = tower, arguments, arguments.declared
+        self._known = arguments.earlier.output_roles
+        self.is_first_call = not self._known
         self._tree: Tree | None = None
         self._leaves: list[Tree] = []
         self._values: list[Any] = []
