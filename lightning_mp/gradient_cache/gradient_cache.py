@@ -33,7 +33,6 @@ from lightning_mp.gradient_cache._served.auto_size import find_micro_batch_size
 from lightning_mp.gradient_cache._served.autograd import attach_replay
 from lightning_mp.gradient_cache._served.call import Replayed, TowerCall
 from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
-from lightning_mp.gradient_cache._served.declared_names import DeclaredNames
 from lightning_mp.gradient_cache._served.outputs import Outputs
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.sharding import reduce_remaining, set_reduction
@@ -98,9 +97,7 @@ class GradientCache:
     @takes_config(CacheConfig)
     def __init__(self, *, config: CacheConfig) -> None:
         self._config = config
-        self._declared = DeclaredRoles(config.roles)
-        self.declared = DeclaredNames(self, self._declared)
-        """Checks that every name in `roles` matches something."""
+        self.declared = DeclaredRoles(config.roles, self)
         self.roles: dict[str, dict[str, dict[str, str]]] = {}
         """Roles of the `"arguments"` and `"outputs"` of each tower, by name."""
         self._trained: list[Tensor] = []
@@ -257,7 +254,7 @@ class GradientCache:
             self._has_pending_differences = len(self._differences) > 0
         self.calls += 1
         earlier = self._earlier[name, id(tower.module)]
-        arguments = Arguments(tower, args, kwargs, self._declared, earlier, self._expected_rows)
+        arguments = Arguments(tower, args, kwargs, self.declared, earlier, self._expected_rows)
         call = TowerCall(self._config, tower, function, arguments)
         call.trained.refuse = functools.partial(self._refuse_stored, name)
         rows = self._config.micro_batch_size

@@ -144,7 +144,7 @@ class JoinedBatch:
         start, count = self._rows, rows
         if field.role.numbered_field:
             others = (
-                f for path, f in self._fields.items() if is_named(path, [field.role.numbered_field])
+                f for path, f in self._fields.items() if is_named(path, field.role.numbered_field)
             )
             target = next((other for other in others if other.role.has_rows), None)
             if target is None:

@@ -4,10 +4,14 @@ Roles are inferred from shapes; where shapes are ambiguous, they are declared by
 docs/contrastive/gradient-cache.md explains what each role means.
 """
 
+import contextlib
+import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from lightning_mp._arguments import nearest, refuse_values
 
 __all__ = ["ROWS", "WHOLE", "DeclaredRoles", "Role", "is_named"]
 
@@ -18,6 +22,11 @@ _KINDS: dict[Origin, tuple[Kind, ...]] = {
     "argument": ("rows", "mask", "row numbers", "whole"),
     "output": ("rows", "mask", "whole", "mean", "sum", "left out"),
     "field": ("rows", "mask", "row numbers", "whole"),
+}
+_DESCRIPTIONS: dict[Origin, str] = {
+    "argument": "argument of a tower that was called",
+    "output": "output of a tower that was called",
+    "field": "field of the batch",
 }
 _ROWS = re.compile(r"(?:([1-9]\d*) )?rows(?: padded with (\S+))?")
 _MASK = re.compile(r"mask(?: of ([1-9]\d*) rows)?")
@@ -82,18 +91,30 @@ ROWS, WHOLE = Role("rows"), Role("whole")
 
 
 class DeclaredRoles:
-    """The declared roles by name, from texts such as `{"prompt": "whole"}`."""
+    """The declared roles by name, from texts such as `{"prompt": "whole"}`.
 
-    def __init__(self, roles: Mapping[str, str] | None) -> None:
+    A misspelt name would silently change the loss. Therefore names that match something are
+    recorded until every tower has been called once. Errors name the `owner`, which got the roles.
+    """
+
+    def __init__(self, roles: Mapping[str, str] | None, owner: object = None) -> None:
         self.texts = dict(roles or {})
         self._roles = {name: Role.parse(text) for name, text in self.texts.items()}
+        self.owner = owner
+        self.agree: Callable[[list[bool]], list[bool]] = list
+        """Returns which facts hold on any rank, so that all ranks raise together."""
+        self.is_open = bool(self.texts)
+        """Whether the names have not been checked yet."""
+        self._called: set[str] = set()
+        # A dict keeps the order of the calls, for messages.
+        self._paths: dict[Origin, dict[str, None]] = {origin: {} for origin in _KINDS}
 
     def role(self, path: str, origin: Origin) -> Role | None:
         """Return the declared role of a path; `None` if there is none for this origin."""
         names = [
             name
             for name, role in self._roles.items()
-            if role.kind in _KINDS[origin] and is_named(path, [name])
+            if role.kind in _KINDS[origin] and is_named(path, name)
         ]
         # The longest name is the most specific: `batch.lengths` before `batch`.
         return self._roles[max(names, key=len)] if names else None
@@ -102,12 +123,48 @@ class DeclaredRoles:
         kind = self._roles[name].kind
         return [origin for origin, kinds in _KINDS.items() if kind in kinds]
 
+    def note(self, origin: Origin, paths: Iterable[str]) -> None:
+        self._paths[origin].update(dict.fromkeys(paths))
 
-def is_named(path: str, names: Collection[str]) -> bool:
-    """Return whether `names` contain the path, a leading part of it, or a single step of it."""
-    if not names:
-        return False
-    # `batch.images[0]` matches `batch.images[0]`, `batch.images`, `batch` and `images`.
+    def note_call(self, tower: str, signature_of: Callable[..., Any]) -> None:
+        """Record a called tower and the parameters of its signature."""
+        self._called.add(tower)
+        # All parameters, because a later call may pass one that this call leaves at its default.
+        with contextlib.suppress(TypeError, ValueError):  # C functions have no signature
+            self.note("argument", inspect.signature(signature_of).parameters)
+
+    def check(self, towers: Collection[str] = ()) -> None:
+        """Raise for names that match nothing, once all `towers` have been called on all ranks."""
+        if not self.is_open:
+            return
+        names = list(self.texts)
+        found = [any(is_named(path, name) for path in self._known(name)) for name in names]
+        facts = self.agree([*found, *(tower in self._called for tower in towers)])
+        if not all(facts[len(found) :]) or not self._called:
+            return
+        self.is_open = False
+        missing = [name for name, is_found in zip(names, facts, strict=False) if not is_found]
+        if not missing:
+            return
+        name = missing[0]
+        known = self._known(name)
+        near = nearest(name, known)
+        missing_origins = " and no ".join(_DESCRIPTIONS[origin] for origin in self.origins(name))
+        refuse_values(
+            self.owner,
+            f"No {missing_origins} is named {name!r}. "
+            + (f"Did you mean {near!r}?" if near else f"The names are {known}."),
+            roles={name: self.texts[name] for name in missing},
+        )
+
+    def _known(self, name: str) -> list[str]:
+        origins = self.origins(name)
+        return list(dict.fromkeys(path for origin in origins for path in self._paths[origin]))
+
+
+def is_named(path: str, name: str) -> bool:
+    """Return whether a name is the path, a leading part of it, or a single step of it."""
+    # `batch.images[0]` is named `batch.images[0]`, `batch.images`, `batch` and `images`.
     steps = path.replace("[", ".[").split(".")
     begins = {".".join(steps[: k + 1]).replace(".[", "[") for k in range(len(steps))}
-    return bool((begins | {steps[-1], *steps}) & set(names))
+    return name in begins or name in steps
