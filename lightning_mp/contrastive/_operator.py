@@ -6,9 +6,6 @@ forward returns the gradients themselves, which have the sizes of this rank; see
 inputs are the fields of a `Request`.
 
 Autocast has no effect: features keep their dtype, and autocast is disabled inside.
-
-Shapes:
-    b: images of this rank. n: its texts; text i belongs to image i for i < b. D: feature width.
 """
 
 from collections.abc import Sequence

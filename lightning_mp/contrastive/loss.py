@@ -1,8 +1,4 @@
-"""`ContrastiveLoss`: CLIP's loss over the global batch, in memory that grows with b instead of b^2.
-
-Shapes:
-    b: rank batch. D: feature width.
-"""
+"""`ContrastiveLoss`: CLIP's loss over the global batch, in O(b) memory instead of O(b^2)."""
 
 import copy
 from typing import TYPE_CHECKING, Any, Literal, overload

@@ -1,8 +1,4 @@
-"""`MatryoshkaLoss`: the sum of a contrastive loss over several prefixes of the features.
-
-Shapes:
-    b: rank batch. n: texts of this rank. D: feature width.
-"""
+"""`MatryoshkaLoss`: the sum of a contrastive loss over several prefixes of the features."""
 
 import functools
 from collections.abc import Sequence

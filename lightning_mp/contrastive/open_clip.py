@@ -1,8 +1,4 @@
-"""`ClipLoss` and `SigLipLoss`: open_clip's losses, computed by the losses of this package.
-
-Shapes:
-    b: rank batch. D: feature width.
-"""
+"""`ClipLoss` and `SigLipLoss`: open_clip's losses, computed by the losses of this package."""
 
 import warnings
 from typing import Literal

@@ -1,8 +1,4 @@
-"""`SigmoidContrastiveLoss`: SigLIP's loss over all pairs of the global batch, without the matrix.
-
-Shapes:
-    b: rank batch. D: feature width.
-"""
+"""`SigmoidContrastiveLoss`: SigLIP's loss over all pairs of all ranks, without the matrix."""
 
 import torch.distributed as dist
 

@@ -1,8 +1,5 @@
 """`GradientCache`: runs towers in micro-batches and holds the activations of one at a time.
 
-Shapes:
-    B: batch size of one call. D: feature width.
-
 First run: `features = tower(batch)`, micro-batch by micro-batch; each graph is freed at once. The
 loss turns the features into the cotangent `dL/dfeatures`. Replay, inside the backward of the loss:
 each micro-batch runs again from the same generator states, and `backward(dL/dfeatures[rows])` adds

@@ -1,8 +1,4 @@
-"""Checks of the arguments of a contrastive loss. Each error says what is wrong and how to fix it.
-
-Shapes:
-    b: images of this rank. n: its texts. k: positives or negatives of an image. D: feature width.
-"""
+"""Checks of the arguments of a loss. Each error says what is wrong and how to fix it."""
 
 import numbers
 from typing import Any, NoReturn

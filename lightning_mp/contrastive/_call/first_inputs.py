@@ -1,8 +1,4 @@
-"""Warnings about probable mistakes in inputs: transposed or unnormalized features, negative scale.
-
-Shapes:
-    b: rank batch. D: feature width.
-"""
+"""Warnings about probable mistakes: transposed or unnormalized features, a negative scale."""
 
 import math
 import warnings

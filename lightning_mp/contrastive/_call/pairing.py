@@ -1,9 +1,4 @@
-"""Reordering of images and texts by `positives`, so that text i is a positive of image i.
-
-Shapes:
-    b: images of this rank. n: its texts. k: most positives of an image. e: positive pairs.
-    D: feature width.
-"""
+"""Reordering of images and texts by `positives`, so that text i is a positive of image i."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -2,10 +2,6 @@
 
 The schema of the operators and the checksum that ranks compare are derived from its fields, so that
 an argument is declared in one place.
-
-Shapes:
-    b: images of this rank. n: its texts. k: negatives, or most positives, of an image. D: feature
-    width. G: guide width.
 """
 
 import dataclasses

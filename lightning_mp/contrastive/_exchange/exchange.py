@@ -1,8 +1,5 @@
 """`Exchange`: brings columns to all ranks and per-column sums back; its simplest form, by ring.
 
-Shapes:
-    b: rank batch. m: visiting columns. W: ranks.
-
 In a ring, shards travel from rank to rank while each rank works on the one it holds. Rank `r` of
 `W` starts with its own shard. In every step it sends the shard to rank `r + 1` and receives the
 next from rank `r - 1`, so that it holds the shard of rank `r - t` in step `t`. After `W` steps each

@@ -8,9 +8,6 @@ reduce-scatter; maxima and log-sum-exps, which no reduction combines exactly, by
 A ring takes W steps for the same columns: with 64 ranks of 1,024 pairs, each rank launches the
 kernels of a sweep 64 times; with one slice, once. A ring also crosses nodes through one network
 card, while a collective uses the topology.
-
-Shapes:
-    b: this rank's batch. m: columns of a block. D: width. W: ranks.
 """
 
 from collections.abc import Iterator, Sequence

@@ -7,9 +7,6 @@ device: on CUDA it runs on a stream of its own, so the host waits for the other 
 network (tens of microseconds) while the device continues with the towers, and, like any collective,
 for earlier ones of the same group. Since all ranks see the arguments of all, invalid or different
 arguments raise an error on all ranks.
-
-Shapes:
-    D: feature width. W: ranks.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """The contrastive loss of several directions in one softmax, and with weighted negatives.
 
 Shapes:
-    B: global batch. b: images of this rank. n: its texts; text i belongs to image i for i < b.
-    D: feature width. W: ranks. P: log-sum-exps of a pair.
+    P: log-sum-exps of a pair.
 
 For pair i, the negatives of each direction p have a log-sum-exp `neg_i^p`: texts for its image,
 images for its text, other images for its image, other texts for its text. If c directions contain

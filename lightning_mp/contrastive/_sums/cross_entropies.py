@@ -1,9 +1,5 @@
 """Cross entropies of this rank's images and texts with general targets, outside of the sweeps.
 
-Shapes:
-    b: images of this rank. n: its texts. q: images with a positive text; text i belongs to image i
-    for i < q. D: feature width. W: ranks.
-
 With the log-sum-exp `neg_i` of a row without its positive `pos_i = S_ii`, and a target Y whose rows
 sum to 1, the cross entropy is
 

@@ -1,8 +1,4 @@
-"""False-negative thresholds: the similarity above which a pair is masked, per image and text.
-
-Shapes:
-    b: images of this rank. n: its texts. D: feature width.
-"""
+"""False-negative thresholds: the similarity above which a pair is masked, per image and text."""
 
 import math
 

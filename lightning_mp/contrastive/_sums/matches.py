@@ -3,9 +3,6 @@
 Each is a matrix M of zeros and ones, images by texts, over all ranks. The losses need the products
 `M @ text` and `M.T @ image` only. These are sums over groups, O((b + n) D) in memory and time,
 while M has `b n` elements.
-
-Shapes:
-    b: images of this rank. n: its texts. m: visiting texts. D: width of the multiplied tensor.
 """
 
 from typing import NamedTuple, Protocol

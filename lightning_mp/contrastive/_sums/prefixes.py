@@ -1,8 +1,7 @@
 """The sum of the contrastive losses of several prefixes, computed in one pass over all ranks.
 
 Shapes:
-    b: images of this rank. n: its texts; text i belongs to image i for i < b. D: full width.
-    m: visiting columns. k: prefixes. d: width of a prefix.
+    k: prefixes. d: width of a prefix.
 
 Texts are exchanged once, at full width. For each block of texts, all prefixes are swept in turn, as
 in `softmax`, with the same workspace. There are k log-sum-exps per column. Gradients are returned

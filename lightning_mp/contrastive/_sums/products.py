@@ -1,8 +1,4 @@
-"""Differentiable products of features: with a `Match`, and inner products of rows.
-
-Shapes:
-    b: images of this rank. n: its texts. k: negatives of an image. D: width.
-"""
+"""Differentiable products of features: with a `Match`, and inner products of rows."""
 
 from typing import Any
 

@@ -1,9 +1,5 @@
 """The sigmoid loss of all pairs in one sweep, gradients included.
 
-Shapes:
-    B: global batch. b: rank batch. n: texts of this rank; text i belongs to image i for i < b.
-    m: visiting columns. D: feature width. W: ranks.
-
 With `S = scale * image @ text.T + bias`, every positive adds `softplus(-S_ii)` and every negative
 `softplus(S_ij)`. Each term depends on its own logit only, so one sweep computes loss and gradients:
 

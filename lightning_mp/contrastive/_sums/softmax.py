@@ -1,9 +1,5 @@
 """The symmetric contrastive loss as two sweeps over all ranks, with its gradients in closed form.
 
-Shapes:
-    B: global batch. b: rank batch. n: texts of this rank; text i belongs to image i for i < b.
-    m: visiting columns. D: feature width. W: ranks. R: parts of a sum, 1 or W.
-
 With `S = scale * image @ text.T`, the positive `pos_i = S_ii` and the log-sum-exp of the negatives
 `neg_i` of a row or a column (without the diagonal), each of the `2 B` cross entropies is
 

@@ -1,8 +1,4 @@
-"""The values of `LossStatistics`, from maxima and log-sum-exps of the sweeps.
-
-Shapes:
-    b: images of this rank. q: images with a positive text. D: feature width. W: ranks.
-"""
+"""The values of `LossStatistics`, from maxima and log-sum-exps of the sweeps."""
 
 from collections.abc import Iterable
 

@@ -1,9 +1,4 @@
-"""The plan of a call, on which all ranks agree, and the sweep over the columns of all ranks.
-
-Shapes:
-    B: global batch. b: images of this rank. n: its texts; text i belongs to image i for i < b.
-    m: visiting columns. D: feature width. W: ranks.
-"""
+"""The plan of a call, on which all ranks agree, and the sweep over the columns of all ranks."""
 
 import functools
 from collections.abc import Iterator

@@ -1,8 +1,5 @@
 """The contrastive loss with general targets: the two sweeps of `softmax` and cross entropies.
 
-Shapes:
-    b: images of this rank. n: its texts. D: feature width.
-
 The first sweep computes the log-sum-exps of the negatives. A function of them and of O(b D)
 products is the loss, and autograd differentiates it. Its gradients with respect to the log-sum-exps
 of rows, `g_i`, and of columns, `h_j`, are between 0 and 1, and

@@ -1,8 +1,4 @@
-"""The targets of the cross entropies of a call, and their weights.
-
-Shapes:
-    b: images of this rank. n: its texts. W: ranks.
-"""
+"""The targets of the cross entropies of a call, and their weights."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,4 @@
-"""Opens the arguments of a tower's call and tells which of them have the rows of the batch.
-
-Shapes:
-    B: the batch of one call.
-"""
+"""Opens the arguments of a tower's call and tells which of them have the rows of the batch."""
 
 import dataclasses
 import inspect

@@ -1,8 +1,4 @@
-"""One call of a tower: the first run in micro-batches, and the replay for gradients.
-
-Shapes:
-    B: batch size of the call. m: rows of one micro-batch.
-"""
+"""One call of a tower: the first run in micro-batches, and the replay for gradients."""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -1,8 +1,4 @@
-"""Splits the arguments of a call into micro-batches and copies them to the device ahead of use.
-
-Shapes:
-    B: batch size of one call. L: length of the rows of a padded batch.
-"""
+"""Splits the arguments of a call into micro-batches and copies them to the device ahead of use."""
 
 import functools
 from collections import deque

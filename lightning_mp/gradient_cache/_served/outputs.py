@@ -1,8 +1,4 @@
-"""Concatenates the outputs of micro-batches and compares them with those of the replay.
-
-Shapes:
-    B: batch size of one call. m: rows of one micro-batch. F: values per row of an output.
-"""
+"""Concatenates the outputs of micro-batches and compares them with those of the replay."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
