@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._exchange.exchange import Ring
-from lightning_mp.contrastive._sums.products import dots
+from lightning_mp.contrastive._sums.products import positive_logits
 from lightning_mp.contrastive._sums.softmax import negatives
 from lightning_mp.contrastive._sums.sweep import NeedsGrad, Plan, SweepResult
 from lightning_mp.contrastive._sums.targeted import LogitMatrix, differentiated_loss
@@ -43,9 +43,7 @@ def combined_loss(plan: Plan) -> SweepResult:
 
     def part_of(image_bD: Tensor, text_nD: Tensor, scale: Tensor, _: None, *lses: Tensor) -> Tensor:
         b = len(image_bD)
-        pos_b = dots(image_bD, text_nD[:b], scale.dtype) * scale
-        # A positive of +inf is an overflow, not a loss of 0.
-        pos_b = pos_b.masked_fill(pos_b == torch.inf, torch.nan)
+        pos_b = positive_logits(image_bD, text_nD[:b], scale)
         used = [lse[:b] for lse, has_term in zip(lses, has_terms, strict=True) if has_term]
         margin_Pb = torch.stack(used) - pos_b
         if plan.request.partition == "each":

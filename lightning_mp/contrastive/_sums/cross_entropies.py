@@ -11,47 +11,51 @@ numbers and O(b D) products, so autograd differentiates it; the gradients of `ne
 second sweep.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._sums.matches import Match, Own
-from lightning_mp.contrastive._sums.products import dots, product
+from lightning_mp.contrastive._sums import matches
+from lightning_mp.contrastive._sums.products import dots, positive_logits, product
 from lightning_mp.contrastive._sums.sweep import Plan
 
-__all__ = ["CrossEntropies", "Shares"]
+__all__ = ["CrossEntropies"]
 
 
-class Shares(NamedTuple):
-    """Weights of the cross entropies in the loss, divided by the largest weight of all ranks.
+class CrossEntropies:
+    """The cross entropies of a plan: targets and weights; made on all ranks.
 
-    Args:
-        rows_b: Weights of the images' cross entropies, 0 to 1.
-        columns_n: Weights of the texts' cross entropies.
-        unit: The largest weight: 1 / (2 B) if all weights are equal.
-    """
-
-    rows_b: Tensor
-    columns_n: Tensor
-    unit: Tensor
-
-
-class CrossEntropies(NamedTuple):
-    """The targets of all cross entropies, and their weights.
-
-    Args:
-        plan: The plan.
+    Attributes:
         match: The positive pairs.
         denominator: The pairs that the log-sum-exp sums over; smoothing spreads a part of each
             target evenly over them.
-        shares: Weights of the cross entropies.
+        shares: Weights of the images' cross entropies in the loss, (b,), and of the texts', (n,),
+            divided by `unit`. The sum over all ranks and directions is 1 / `unit`.
+        unit: The largest weight of all ranks: 1 / (2 B) if all weights are equal.
     """
 
-    plan: Plan
-    match: Match
-    denominator: Match
-    shares: Shares
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        b, n, pairing = len(plan.request.image), len(plan.request.text), plan.pairing
+        weight_b = plan.weights_b
+        if weight_b is None:
+            weight_b = plan.request.image.new_ones(b, dtype=plan.state)
+        own, every = matches.Own(b, n), matches.Everything(b, n, plan.exchange)
+        self.match: matches.Match = own
+        if pairing is not None:
+            self.match = matches.Listed(pairing.images_e, pairing.texts_e, b, n)
+        # Without a positive there is no term. A text has the mean weight of its images.
+        weight_b = weight_b.where(self.match.times(weight_b.new_ones(n)) > 0, 0)
+        images_n = self.match.times(torch.ones_like(weight_b), True).clamp_min(1)
+        weight_n = self.match.times(weight_b, True) / images_n
+        self.shares, self.unit = _shares(plan, weight_b, weight_n)
+        if plan.grouped_ids_n is not None:
+            self.match = matches.Groups(plan.grouped_ids_n, b, plan.exchange)
+        self.denominator: matches.Match = every
+        if plan.ids_n is not None:
+            same = matches.Groups(plan.ids_n, b, plan.exchange)
+            self.denominator = matches.Unmasked(every, same, own)
 
     def loss(
         self,
@@ -62,15 +66,13 @@ class CrossEntropies(NamedTuple):
         row_neg_b: Tensor,
         column_neg_n: Tensor,
     ) -> Tensor:
-        """Return this rank's part of the loss divided by `shares.unit`; autograd differentiates it.
+        """Return this rank's part of the loss divided by `unit`; autograd differentiates it.
 
         Features are in the accumulation dtype. The scale and the log-sum-exps of rows and columns,
         which are without the positives, are in the state dtype.
         """
         q, thresholds = self.plan.matched, self.plan.thresholds
-        pos_q = dots(image_bD[:q], text_nD[:q], scale.dtype) * scale
-        # A positive of +inf is an overflow, not a loss of 0.
-        pos_q = pos_q.masked_fill(pos_q == torch.inf, torch.nan)
+        pos_q = positive_logits(image_bD[:q], text_nD[:q], scale)
         extra_bk = pos_q.new_zeros(len(image_bD), 0)
         if negatives_bkD is not None and negatives_bkD.shape[1]:
             dots_bk = dots(image_bD, negatives_bkD, scale.dtype)
@@ -82,8 +84,8 @@ class CrossEntropies(NamedTuple):
             row_neg_b = torch.logaddexp(row_neg_b, extra_bk.logsumexp(1))
         total = scale.new_zeros(())
         directions: tuple[tuple[Any, ...], ...] = (
-            (self.shares.rows_b, row_neg_b, image_bD, text_nD, False, extra_bk),
-            (self.shares.columns_n, column_neg_n, text_nD, image_bD, True, extra_bk[:0, :0]),
+            (self.shares[0], row_neg_b, image_bD, text_nD, False, extra_bk),
+            (self.shares[1], column_neg_n, text_nD, image_bD, True, extra_bk[:0, :0]),
         )
         for is_used, (share, *direction) in zip(self.plan.has_terms, directions, strict=True):
             if is_used:
@@ -108,7 +110,7 @@ class CrossEntropies(NamedTuple):
         margin_q = neg[:q] - pos_q
         terms = torch.cat([torch.logaddexp(margin_q, margin_q.new_zeros(())), neg[q:]])
         # If the positive is the whole target, the products below are 0.
-        if not smoothing and isinstance(self.match, Own):
+        if not smoothing and isinstance(self.match, matches.Own):
             return terms
         own = torch.cat([others[:q], others.new_zeros(len(neg) - q, others.shape[1])])
         # The product with ones counts positives over all ranks.
@@ -125,3 +127,23 @@ class CrossEntropies(NamedTuple):
             if extra_nk.shape[1]:
                 terms = terms - share_n1[:, 0] * extra_nk.sum(1)
         return terms + scale * dots(features, own - target, scale.dtype)
+
+
+def _shares(plan: Plan, rows_b: Tensor, columns_n: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return the shares of rows and columns, and their unit, from weights."""
+    directions = plan.has_terms
+    world_size, rank = plan.exchange.world_size, plan.exchange.rank
+    # An exchange only sums, so every rank puts its largest weight in a place of its own.
+    numbers = rows_b.new_zeros(2, 1 + world_size)
+    for number, weight in zip(numbers, (rows_b, columns_n), strict=True):
+        number[0], number[1 + rank] = weight.sum(), weight.amax()
+    numbers = plan.exchange.all_reduce(numbers)
+    # If all weights are 0, the loss is 0.
+    sums = numbers[:, 0].masked_fill(numbers[:, 0] == 0, 1)
+    factors = torch.stack(
+        [used / sum(directions) / total for used, total in zip(directions, sums, strict=True)]
+    )
+    # Shares of up to 1, because fp16 gradients of `negatives` would underflow at 1 / 2B.
+    unit = (factors * numbers[:, 1:].amax(1)).amax()
+    factors = factors / unit.masked_fill(unit == 0, 1)
+    return (rows_b * factors[0], columns_n * factors[1]), unit

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_mp.contrastive._exchange.exchange import Exchange
 from lightning_mp.numerics.floats import state_dtype
 
-__all__ = ["Everything", "Groups", "Listed", "Match", "Own", "Unmasked"]
+__all__ = ["Everything", "Groups", "Listed", "Match", "Own", "Unmasked", "add_rows"]
 
 
 class Match(Protocol):

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_mp.contrastive._sums.matches import Match
 from lightning_mp.contrastive._tiles.tile_backend import row_dots
 
-__all__ = ["dots", "product"]
+__all__ = ["dots", "positive_logits", "product"]
 
 
 def product(match: Match, x: Tensor, transposed: bool) -> Tensor:
@@ -36,6 +36,12 @@ def dots(left_bD: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     right_bkD = right if right.ndim == 3 else right[:, None]
     dots_bk: Tensor = _Dots.apply(left_bD, right_bkD, dtype)
     return dots_bk if right.ndim == 3 else dots_bk[:, 0]
+
+
+def positive_logits(image_qD: Tensor, text_qD: Tensor, scale: Tensor) -> Tensor:
+    """Return the logits of pairs; NaN for +inf, which is an overflow and not a loss of 0."""
+    pos_q = dots(image_qD, text_qD, scale.dtype) * scale
+    return pos_q.masked_fill(pos_q == torch.inf, torch.nan)
 
 
 class _Dots(torch.autograd.Function):

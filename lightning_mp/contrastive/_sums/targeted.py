@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive._sums.cross_entropies import CrossEntropies
 from lightning_mp.contrastive._sums.softmax import gradients, negatives
 from lightning_mp.contrastive._sums.statistics import softmax_statistics
 from lightning_mp.contrastive._sums.sweep import LargestNegatives, Plan, SweepResult
-from lightning_mp.contrastive._sums.targets import cross_entropies_of
 from lightning_mp.contrastive._tiles.tile_backend import StoredTiles, row_dots
 
 __all__ = ["LogitMatrix", "differentiated_loss", "targeted_loss"]
@@ -44,9 +44,9 @@ def targeted_loss(plan: Plan) -> SweepResult:
         q = plan.matched
         pos_q = row_dots(plan.request.image[:q], plan.request.text[:q], plan.state)
         statistics_5 = softmax_statistics(plan, pos_q.mul_(plan.scale), lses, largest)
-    cross_entropies = cross_entropies_of(plan)
+    cross_entropies = CrossEntropies(plan)
     result = differentiated_loss(
-        plan, [LogitMatrix(plan)], lses, cross_entropies.loss, cross_entropies.shares.unit, memory
+        plan, [LogitMatrix(plan)], lses, cross_entropies.loss, cross_entropies.unit, memory
     )
     return result._replace(statistics_5=statistics_5)
 
