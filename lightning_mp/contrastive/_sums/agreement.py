@@ -86,16 +86,7 @@ def agreed_facts(
     request: Request, needs_grad: tuple[bool, bool, bool], group: dist.ProcessGroup | None
 ) -> list[Facts]:
     """Return the facts of all ranks; raise an error on all of them if these contradict."""
-    is_read = request.read_call > 0 and request.scale.device.type != "cpu"
-    scale = _bits(request.read_scale if is_read else request.scale)
-    mine = Facts(
-        1, len(request.image), len(request.text), request.image.shape[1],
-        FLOAT_DTYPES.index(request.image.dtype), _EXCHANGES.index(request.exchange),
-        request.tiles(request.workspace_bytes).budget(request.image.device), request.given,
-        request.checksum, scale, _bits(request.bias), request.read_call * is_read, *needs_grad,
-        request.statistics,
-    )  # fmt: skip
-    by_rank = _gather(mine, request.image.device, group)
+    by_rank = _gather(_own_facts(request, needs_grad), request.image.device, group)
     _refuse_what_differs(by_rank, request.owner)
     return by_rank
 
@@ -162,6 +153,18 @@ def _is_of_gpus(group: dist.ProcessGroup | None) -> bool:
     # The configuration is a string such as "cpu:gloo,cuda:nccl" or "cuda:nccl".
     backends = str(dist.get_backend_config(group))
     return "nccl" in backends and "cpu:" not in backends
+
+
+def _own_facts(request: Request, needs_grad: tuple[bool, bool, bool]) -> Facts:
+    is_read = request.read_call > 0 and request.scale.device.type != "cpu"
+    scale = _bits(request.read_scale if is_read else request.scale)
+    return Facts(
+        1, len(request.image), len(request.text), request.image.shape[1],
+        FLOAT_DTYPES.index(request.image.dtype), _EXCHANGES.index(request.exchange),
+        request.tiles(request.workspace_bytes).budget(request.image.device), request.given,
+        request.checksum, scale, _bits(request.bias), request.read_call * is_read, *needs_grad,
+        request.statistics,
+    )  # fmt: skip
 
 
 def _bits(value: Tensor | float | None) -> int:
