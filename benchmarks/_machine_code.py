@@ -3,16 +3,19 @@
 The tools that read the machine code, cuobjdump and nvdisasm, are part of Triton's wheel.
 """
 
+import bisect
 import contextlib
 import hashlib
 import io
+import itertools
 import os
 import pickle
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -29,7 +32,8 @@ __all__ = ["Compiled", "Compiler"]
 _ATOMIC_PTX = re.compile(r"\b(?:atom|red|cp\.reduce)\.[\w.:]+")
 _COMPLAINT = re.compile(r"^.*(?:warning|Potential Performance Loss).*$", re.MULTILINE)
 # An address, an optional predicate, and the name: `/*0a40*/  @!P0 LDG.E R2, [R2.64] ;`.
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+_AT_ONCE = 50  # kernels that one call disassembles; its listing takes 0.1 to 1 MB for each
 
 
 @dataclass(frozen=True)
@@ -94,38 +98,88 @@ class Compiler:
 
     def __call__(self, launch: Launch) -> Compiled:
         """Return the compiled kernel of a launch."""
-        if launch.key not in self._read:
-            # Unlike the launch's key, this key does not depend on the paths of the sources.
-            key = (triton_key(), launch.source.hash(), launch.arch, launch.options)
-            text = repr(key) + Path(__file__).read_text()
-            path = self._folder / hashlib.sha256(text.encode()).hexdigest()
-            if not path.exists():
-                unique = path.with_suffix(f".{os.getpid()}")  # another process may write the same
-                unique.write_bytes(pickle.dumps(_compile(launch)))
-                unique.replace(path)
-            self._read[launch.key] = pickle.loads(path.read_bytes())
-        return self._read[launch.key]
+        return self.all([launch])[0]
+
+    def all(self, launches: Sequence[Launch]) -> list[Compiled]:
+        """Return the compiled kernels of launches, which are disassembled together."""
+        paths = {launch: self._path(launch) for launch in launches if launch.key not in self._read}
+        missing = [launch for launch, path in paths.items() if not path.exists()]
+        for start in range(0, len(missing), _AT_ONCE):
+            some = missing[start : start + _AT_ONCE]
+            for launch, compiled in zip(some, _compile(some), strict=True):
+                # Another process may write the same.
+                unique = paths[launch].with_suffix(f".{os.getpid()}")
+                unique.write_bytes(pickle.dumps(compiled))
+                unique.replace(paths[launch])
+        self._read |= {x.key: pickle.loads(path.read_bytes()) for x, path in paths.items()}
+        return [self._read[launch.key] for launch in launches]
+
+    def _path(self, launch: Launch) -> Path:
+        # Unlike the launch's key, this key does not depend on the paths of the sources.
+        key = (triton_key(), launch.source.hash(), launch.arch, launch.options)
+        text = repr(key) + Path(__file__).read_text()
+        return self._folder / hashlib.sha256(text.encode()).hexdigest()
 
 
-def _compile(launch: Launch) -> Compiled:
-    with _without_cache(), contextlib.redirect_stdout(io.StringIO()) as log:
-        target = GPUTarget("cuda", launch.arch, WARP)
-        kernel = triton.compile(launch.source, target, launch.options)
-    cubin = kernel.asm["cubin"]
-    resources = _output_of(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
-    usage = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", resources)}
+def _compile(launches: Sequence[Launch]) -> list[Compiled]:
+    """Compile launches of one architecture."""
+    kernels, logs = [], []
+    for launch in launches:
+        with _without_cache(), contextlib.redirect_stdout(io.StringIO()) as log:
+            target = GPUTarget("cuda", launch.arch, WARP)
+            kernels.append(triton.compile(launch.source, target, launch.options))
+        logs.append(log.getvalue())
+    listings = _listings([kernel.asm["cubin"] for kernel in kernels], launches[0].arch)
+    found = []
+    for kernel, log, listing in zip(kernels, logs, listings, strict=True):
+        command = knobs.nvidia.cuobjdump.path, "--dump-resource-usage"
+        resources = _output_of(kernel.asm["cubin"], *command)
+        usage = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", resources)}
+        found.append(
+            Compiled(
+                registers=usage["REG"],
+                threads=kernel.metadata.num_warps * WARP,
+                local_bytes=usage["STACK"] + usage["LOCAL"],
+                shared_bytes=kernel.metadata.shared,
+                listing=listing,
+                atomics=tuple(_ATOMIC_PTX.findall(kernel.asm["ptx"])),
+                complaints=tuple(_COMPLAINT.findall(log)),
+                ttir=kernel.asm["ttir"],
+            )
+        )
+    return found
+
+
+def _listings(cubins: Sequence[bytes], arch: int) -> list[tuple[str, ...]]:
+    """Return the names of the machine instructions of each cubin.
+
+    The start of nvdisasm takes 0.2 s, ten times as long as a kernel, and it reads only one cubin,
+    but raw machine code of any length.
+    """
+    codes = [_machine_code(cubin) for cubin in cubins]
     # The analysis of data flow annotates indirect jumps and takes up to half the time.
-    listing = _output_of(cubin, knobs.nvidia.nvdisasm.path, "--print-code", "--no-dataflow")
-    return Compiled(
-        registers=usage["REG"],
-        threads=kernel.metadata.num_warps * WARP,
-        local_bytes=usage["STACK"] + usage["LOCAL"],
-        shared_bytes=kernel.metadata.shared,
-        listing=tuple(_INSTRUCTION.findall(listing)),
-        atomics=tuple(_ATOMIC_PTX.findall(kernel.asm["ptx"])),
-        complaints=tuple(_COMPLAINT.findall(log.getvalue())),
-        ttir=kernel.asm["ttir"],
+    command = knobs.nvidia.nvdisasm.path, "--binary", f"SM{arch}", "--no-dataflow"
+    found = [
+        (int(x, 16), name)
+        for x, name in _INSTRUCTION.findall(_output_of(b"".join(codes), *command))
+    ]
+    ends = list(itertools.accumulate(map(len, codes)))
+    starts = [bisect.bisect_left(found, (end,)) for end in (0, *ends)]
+    return [tuple(name for _, name in found[a:b]) for a, b in itertools.pairwise(starts)]
+
+
+def _machine_code(cubin: bytes) -> bytes:
+    """Return the instructions of a cubin, an ELF file: its sections `.text.<function>`."""
+    (table,), (count, names) = (
+        struct.unpack_from("<Q", cubin, 40),
+        struct.unpack_from("<HH", cubin, 60),
     )
+    sections = [struct.unpack_from("<I20xQQ", cubin, table + 64 * i) for i in range(count)]
+    found = []
+    for name, start, size in sections:
+        if cubin.startswith(b".text.", sections[names][1] + name):
+            found.append(cubin[start : start + size])
+    return b"".join(found)
 
 
 @contextlib.contextmanager
@@ -138,7 +192,7 @@ def _without_cache() -> Iterator[None]:
 
 
 def _output_of(cubin: bytes, *command: str) -> str:
-    """Return the standard output of a command for a cubin."""
+    """Return the standard output of a command for a file."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

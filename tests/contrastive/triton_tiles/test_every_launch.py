@@ -45,7 +45,8 @@ def compiled(pytestconfig: pytest.Config) -> Iterator[Compiler]:
 
 
 def check(launches: list[Launch], compiled: Compiler) -> None:
-    found = {str(launch): problems_of(launch, compiled(launch)) for launch in launches}
+    kernels = zip(launches, compiled.all(launches), strict=True)
+    found = {str(launch): problems_of(launch, kernel) for launch, kernel in kernels}
     assert {name: problems for name, problems in found.items() if problems} == {}
 
 
