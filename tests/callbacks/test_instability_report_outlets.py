@@ -158,7 +158,7 @@ def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever)
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{running.server_port}", posted
         running.shutdown()
