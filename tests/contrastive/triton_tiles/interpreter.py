@@ -69,6 +69,8 @@ def repaired_interpreter(rows: int | None = 64) -> Iterator[None]:
         (interpreter.GridExecutor, "__call__", _without_warnings),
         (interpreter, "_patch_lang", _once_a_launch),
         (interpreter, "_get_np_dtype", _kept_by_name),
+        (tl.block_type, "__init__", _kept_by_shape),
+        (tl.tensor, "__init__", _kept_by_type),
         *((tl.constexpr, f"__{name}__", _with_tensors) for name in ("add", "sub", "mul")),
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -179,6 +181,35 @@ def _kept_by_name(dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if name not in known:
             known[name] = dtype_of(dtype)
         return known[name]
+
+    return repaired
+
+
+def _kept_by_shape(init: Callable[..., None]) -> Callable[..., None]:
+    """Construct each type of a block once; an operation constructs several."""
+    known: dict[Any, dict[str, Any]] = {}
+
+    @functools.wraps(init)
+    def repaired(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, tuple(getattr(size, "value", size) for size in shape)
+        if key not in known:
+            init(self, element_ty, shape)
+            known[key] = vars(self)
+        self.__dict__ = known[key].copy()
+
+    return repaired
+
+
+def _kept_by_type(init: Callable[..., None]) -> Callable[..., None]:
+    """Construct the shape of a tensor of each type once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    @functools.wraps(init)
+    def repaired(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in known:
+            init(self, handle, type)
+            known[type.name] = vars(self)
+        self.__dict__ = known[type.name] | {"handle": handle}
 
     return repaired
 
