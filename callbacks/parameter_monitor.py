@@ -61,6 +61,8 @@ class ParameterMonitor(SamplingMonitor):
         ValueError: An argument is out of range.
     """
 
+    keeps = ("samples", "_frozen")
+
     def __init__(
         self,
         *,
@@ -87,7 +89,7 @@ class ParameterMonitor(SamplingMonitor):
         self._waiting: dict[int, nn.Parameter] = {}  # parameters without a gradient so far
         self._spare: dict[str, nn.Parameter] = {}  # parameters in no optimizer
         self._before: dict[Optimizer, tuple[int, Tensor]] = {}  # completed steps, and values then
-        self._frozen: set[str] = set()  # frozen parameters that a note has counted
+        self._frozen: list[str] = []  # frozen parameters that a note has counted
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -172,7 +174,7 @@ class ParameterMonitor(SamplingMonitor):
         self.history.add_column("weight_rms", facts.step, {p.name: p.rms for p in parameters})
         verdicts, frozen = list[Verdict](), context["frozen"]
         if frozen.keys() - self._frozen:
-            self._frozen |= frozen.keys()
+            self._frozen = sorted(frozen.keys() | self._frozen)
             share = sum(frozen.values()) / (sum(frozen.values()) + numels.sum())
             note = Verdict("frozen_weights", share, None, "info", next(iter(frozen)))
             verdicts.append(note.given(count=len(frozen)))

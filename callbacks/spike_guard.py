@@ -88,7 +88,7 @@ class SpikeGuard(InstabilityMonitor):
     """
 
     needs_gradient_norm = True
-    keeps = ("rewinds", "_runs")
+    keeps = ("rewinds", "_runs", "_skips")
 
     def __init__(
         self,
