@@ -211,6 +211,8 @@ def train(
         # All monitors are attached to every model, including models trained by SGD.
         warnings.filterwarnings("ignore", "Passed `AdamStateMonitor`, but no optimizer")
         warnings.filterwarnings("ignore", "`RepresentationMonitor` found no loss")
+        # Lightning steps the schedule even if torch's scaler has skipped the first step.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         monitors = all_monitors(folder, model.towers, **(often or {}))
         trainer = make_trainer(plugin, callbacks=[*monitors, *callbacks], **options)
         torch.manual_seed(0)
