@@ -6,9 +6,9 @@ Shapes:
     b: rows. m: columns. D: width.
 """
 
+import contextlib
 import dataclasses
 import functools
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -67,15 +67,19 @@ def repaired_interpreter(rows: int | None = 64) -> Iterator[None]:
         (interpreter.InterpreterBuilder, "cast_impl", _with_rounding),
         (interpreter, "_patch_lang_tensor", _with_index),
         (interpreter.GridExecutor, "__call__", _without_warnings),
-        (interpreter, "_patch_lang", _once_a_launch),
         (interpreter, "_get_np_dtype", _kept_by_name),
         (tl.block_type, "__init__", _kept_by_shape),
         (tl.tensor, "__init__", _kept_by_type),
         *((tl.constexpr, f"__{name}__", _with_tensors) for name in ("add", "sub", "mul")),
     ]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         for owner, name, repair in repairs:
             patch.setattr(owner, name, repair(getattr(owner, name)))
+        # Patch the whole language once a test; the interpreter patches it at each launch and call.
+        everything = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+        stack.callback(interpreter._patch_lang(everything).restore)
+        done = types.SimpleNamespace(restore=int)
+        patch.setattr(interpreter, "_patch_lang", lambda function: done)
         builder = interpreter.interpreter_builder
         options = dataclasses.replace(builder.options, sanitize_overflow=False)
         patch.setattr(builder, "options", options)
@@ -135,7 +139,7 @@ def _with_index(patch_tensor: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(patch_tensor)
     def repaired(tensor: Any, *scope: Any) -> None:
         patch_tensor(tensor, *scope)
-        # Triton restores `__index__` after the launch, so this replacement ends with the launch.
+        # The scope of the patches restores `__index__`, so this replacement ends with them.
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     return repaired
@@ -149,24 +153,6 @@ def _with_tensors(operator: Callable[..., Any]) -> Callable[..., Any]:
     def repaired(self: Any, other: Any) -> Any:
         result = operator(self, other)
         return result.value if isinstance(result.value, tl.tensor) else result
-
-    return repaired
-
-
-def _once_a_launch(patch_language: Callable[..., Any]) -> Callable[..., Any]:
-    """Patch Triton's language once a launch instead of at each call of a function, which is slow.
-
-    The whole language is patched, because the modules of different functions use different parts.
-    """
-    from triton import language as tl
-    from triton.runtime.interpreter import GridExecutor
-
-    everything = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-
-    @functools.wraps(patch_language)
-    def repaired(function: Any) -> Any:
-        is_launch = isinstance(sys._getframe(1).f_locals.get("self"), GridExecutor)
-        return patch_language(everything) if is_launch else types.SimpleNamespace(restore=int)
 
     return repaired
 
