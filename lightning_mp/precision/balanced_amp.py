@@ -173,8 +173,8 @@ class BalancedAMP(ScaledPrecision):
     @override
     @contextlib.contextmanager
     def _recompute_context(self) -> Iterator[None]:
-        # In manual optimization a backward runs inside the context of the step, whose autocast would
-        # round the gradients of fp32 modules to half. Recomputed forwards restore autocast.
+        # In manual optimization a backward runs inside the context of the step, and its autocast
+        # would round gradients of fp32 modules to half. Recomputed forwards restore autocast.
         autocast = torch.autocast(self._device_type, enabled=False)
         with autocast, self.policy.recompute_context(self._device_type):
             yield

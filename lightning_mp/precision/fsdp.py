@@ -63,6 +63,14 @@ class ShardedBalancedAMP(BalancedAMP):
     def _prepare(self) -> None:
         """Do nothing: every all-gather rounds the fp32 shards to half precision."""
 
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        # Not at the first backward, when the root module holds gathered weights instead of shards.
+        self._parameters = list(model.parameters())
+        return super().connect(model, optimizers, lr_schedulers)
+
     # All ranks must take the same decision, because a step contains collectives.
     @override
     def _has_gradients(self, optimizer: Optimizer) -> bool:

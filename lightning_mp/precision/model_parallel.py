@@ -71,6 +71,9 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         # No `super()` call, which would attach half copies; `fully_shard` gathers in half.
+        for each in module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()  # an evaluation leaves half weights of the root module gathered
         half = [
             n for n, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES
         ]

@@ -1,4 +1,4 @@
-"""Nested modules in fp32 units, and an optimizer without a shard on one of two ranks."""
+"""Units of FSDP: fp32 units with submodules, ranks without a shard, and gathered root weights."""
 
 from typing import Any
 
@@ -10,13 +10,23 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import SGD, Optimizer
 
 from lightning_mp import FSDPBalancedAMP, ModelParallelBalancedAMP
-from tests.precision.models import TOKENS, WIDTH_IN, Regression, fit
-from tests.precision.test_fsdp import RANKS, _CPUStrategy, _Manual, _Model, batches, error_of
+from tests.precision.models import TOKENS, WIDTH_IN, Regression, fit, make_trainer
+from tests.precision.test_fsdp import (
+    PLUGINS,
+    RANKS,
+    SCALE,
+    _CPUStrategy,
+    _Manual,
+    _Model,
+    _SelfSharding,
+    batches,
+    error_of,
+    fit_on_ranks,
+)
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-PLUGINS: list[Any] = [FSDPBalancedAMP, ModelParallelBalancedAMP]
 # Attention reads the weights of a submodule; the network has weights and submodules of its own.
 FP32 = {"attention": ["norm", "network.attention"], "network": ["Attentive"]}
 
@@ -83,9 +93,9 @@ def _train(rank: int) -> dict[str, Tensor]:
         fit(model, plugin, batches(rank), strategy=strategy, **options)
         ends[name] = model.end
 
-    for kind in PLUGINS:
+    for kind, make in PLUGINS.items():
         for name, modules in FP32.items():
-            train(f"{kind.__name__} {name}", _Attends(), kind(fp32_modules=modules))
+            train(f"{kind} {name}", _Attends(), make(fp32_modules=modules))
     train("one bias", _OneBias(), FSDPBalancedAMP(fp32_modules=[]))
     return ends
 
@@ -104,11 +114,60 @@ def _fp32_end(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("kind", PLUGINS)
 @pytest.mark.parametrize(("name", "bound"), [("attention", 2**-9), ("network", 2**-20)])
-def test_fp32_modules_with_submodules_train(ends: Any, kind: Any, name: str, bound: float) -> None:
-    end = ends[f"{kind.__name__} {name}"]
+def test_fp32_modules_with_submodules_train(ends: Any, kind: str, name: str, bound: float) -> None:
+    end = ends[f"{kind} {name}"]
     expected = _fp32_end(_Attends())
     assert (end - expected).norm() < bound * expected.norm()
 
 
 def test_rank_without_a_gradient_clips_by_value_with_the_other_rank(ends: Any) -> None:
     assert error_of(ends["one bias"], _fp32_end(_OneBias())) < 2**-9
+
+
+# --- the root module, whose weights stay gathered after a forward --------------------------------
+
+
+class _StepsRootWeights(_Model):
+    """Steps weights of the root module past the plugin."""
+
+    def on_fit_start(self) -> None:
+        inner = ("blocks.", "norm.")
+        named = [(n.removeprefix("network."), p) for n, p in self.network.named_parameters()]
+        named = [(n.removeprefix("_fsdp_wrapped_module."), p) for n, p in named]
+        self.own = SGD([p for n, p in named if not n.startswith(inner)], lr=0.1)
+
+    def on_after_backward(self) -> None:
+        self.own.step()
+
+
+class _ShardsAndStepsRootWeights(_StepsRootWeights, _SelfSharding):
+    pass
+
+
+def _use_root(rank: int) -> tuple[list[str], Tensor, Tensor]:
+    messages = []
+    for kind, make in PLUGINS.items():
+        network = _StepsRootWeights if kind == "fsdp" else _ShardsAndStepsRootWeights
+        with pytest.raises(RuntimeError) as caught:
+            fit_on_ranks(network(), make(loss_scale=SCALE), rank)
+        messages.append(str(caught.value))
+    alone, evaluated = _SelfSharding(), _Evaluated()
+    fit_on_ranks(alone, ModelParallelBalancedAMP(loss_scale=SCALE), rank)
+    for run in ("validate", "fit", "test"):
+        options = {"devices": RANKS, "use_distributed_sampler": False}
+        plugin = ModelParallelBalancedAMP(loss_scale=SCALE)
+        trainer = make_trainer(plugin, strategy=ModelParallelStrategy(RANKS, 1), **options)
+        getattr(trainer, run)(evaluated, batches(rank))
+    return messages, alone.end, evaluated.end
+
+
+class _Evaluated(_SelfSharding):
+    def configure_model(self) -> None:
+        if not isinstance(self.network, FSDPModule):  # once for all trainers
+            super().configure_model()
+
+
+def test_root_weights_of_an_optimizer_outside_the_trainer_and_after_an_evaluation() -> None:
+    for messages, alone, evaluated in run_ranks(_use_root, RANKS):
+        assert all("was not called through" in message for message in messages)
+        assert torch.equal(evaluated, alone)
