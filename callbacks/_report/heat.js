@@ -51,7 +51,7 @@ function fitCanvas(canvas, width, height) {
 }
 
 function scaleOf(meaning, hasEmpty, hasZero, hasInfinite) {
-  const canvas = make("canvas", { role: "img", "aria-label": `Colour scale: ${meaning.ticks.map((t) => t[1]).join(", ")}` });
+  const canvas = make("canvas", { role: "img", "aria-label": `Color scale: ${meaning.ticks.map((t) => t[1]).join(", ")}` });
   const ticks = make("div", { class: "ticks" });
   for (const [value, label] of meaning.ticks) {
     const tick = make("span", {}, label);

@@ -199,6 +199,14 @@ def test_pins_lead_to_their_alarms_with_the_keyboard(page: Any) -> None:
     assert "Pass init_scale=65536." in alarm.inner_text()
 
 
+def test_printed_page_shows_whole_heat_maps_without_controls(page: Any) -> None:
+    page.emulate_media(media="print")
+    for control in (".heat-head label", ".readout"):  # the readout would cover the last rows
+        assert page.locator(control).count() > 0
+        assert not any(each.is_visible() for each in page.locator(control).all())
+    assert page.locator(".heat-head + *").first.is_visible()
+
+
 def test_page_without_scripts_has_alarms_and_facts(browser: Any, address: str) -> None:
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
