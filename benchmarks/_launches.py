@@ -5,6 +5,7 @@ Triton's driver that only knows that capability. Kernels are therefore specializ
 alignment, integers that are 1 or multiples of 16, descriptors, options) as they are on a device.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -188,6 +189,8 @@ def call_loss(
     image: Tensor,
     text: Tensor,
     scale: Tensor | float,
+    *,
+    stores_tiles: bool = True,
     **options: Any,
 ) -> None:
     """Compute a loss and its gradients as the operator does, without autograd.
@@ -197,7 +200,9 @@ def call_loss(
         image: Features of the images.
         text: Features of the texts.
         scale: The logit scale.
+        stores_tiles: Whether the first sweep may keep logits for the second.
         options: Further arguments of `Request.of`.
     """
     bias = None if loss._is_softmax else torch.empty((), requires_grad=True)
-    _run(*Request.of(loss, image, text, scale, bias, **options).checked().flat())
+    request = Request.of(loss, image, text, scale, bias, **options).checked()
+    _run(*dataclasses.replace(request, stores_tiles=stores_tiles).flat())

@@ -78,13 +78,9 @@ def sweeps(arch: int) -> None:
             rows, columns = (torch.empty(ROWS, width, dtype=dtype) for _ in range(2))
             request, alone = Request(rows, columns, torch.empty(())), Ring([ROWS])
             softmax_loss(Plan(request, alone, tiles, NeedsGrad(False, False, False)))
-            asked = Plan(
-                dataclasses.replace(request, directions=directions), alone, tiles,
-                NeedsGrad(*sides, True),
-            )  # fmt: skip
-            softmax_loss(asked)
-            with mock.patch.object(TritonTiles, "stored_values", return_value=0):
-                softmax_loss(asked)
+            for keeps in (True, False):
+                asked = dataclasses.replace(request, directions=directions, stores_tiles=keeps)
+                softmax_loss(Plan(asked, alone, tiles, NeedsGrad(*sides, True)))
             for other in {dtype, FP32}:  # the other losses
                 fused_row_dots(rows, columns.to(other))
 

@@ -69,6 +69,7 @@ class Request:
         statistics: Whether the call returns `LossStatistics`.
         widths, width_weights, normalize: The prefixes of `MatryoshkaLoss`; empty for other losses.
         backend, tile_dtype, workspace_bytes, autotune: Options of the tile backend.
+        stores_tiles: Whether the first sweep stores tiles for the second.
         exchange: The exchange between ranks.
         group: Name of the process group, by which torch finds it; `""` is the default group.
         owner: Class name of the loss, for error messages.
@@ -104,6 +105,7 @@ class Request:
     tile_dtype: TileDtype = "auto"
     workspace_bytes: int | None = None
     autotune: bool = False
+    stores_tiles: bool = True
     exchange: ExchangeName = "slices"
     group: str = ""
     owner: str = "ContrastiveLoss"
@@ -214,7 +216,7 @@ class Request:
             pairs *= 1 + is_hard + (self.within in ("text", "both"))
             pairs += b * b * ranks * (self.within in ("image", "both"))
         recomputed = pairs if self.is_softmax and gradients else 0
-        stores = self.false_negatives == "keep" and not self.is_combined
+        stores = self.stores_tiles and self.false_negatives == "keep" and not self.is_combined
         if recomputed and stores:
             tiles = self.tiles(self.workspace_bytes)
             features = (self.image.dtype, self.image.device)

@@ -172,7 +172,7 @@ class Plan:
         """Return memory for tiles that the gradient sweep reuses; may be empty."""
         size, image_bD = 0, self.request.image
         # With thresholds, one reference per tile cannot represent the sums.
-        if self.trains and self.thresholds is None:
+        if self.trains and self.request.stores_tiles and self.thresholds is None:
             columns = sweeps * self.exchange.global_batch_size
             size = self.tiles.stored_values(len(image_bD), columns, image_bD.dtype, image_bD.device)
         return image_bD.new_empty(size, dtype=self.dtype)

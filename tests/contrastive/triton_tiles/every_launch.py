@@ -6,7 +6,6 @@ monitor statistics run on small tensors. The launchers decide how kernels are sp
 
 import itertools
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._operator import _compute
 from lightning_mp.contrastive._sums.agreement import exchange_for
 from lightning_mp.contrastive._sums.sweep import NeedsGrad, Plan
-from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from lightning_mp.numerics import probe_kernels
 from lightning_mp.numerics.row_dots import fused_row_dots
 from lightning_mp.numerics.split_kernels import fused_join, fused_split
@@ -102,12 +100,10 @@ def _sweeps(arch: int) -> None:
                 said = {"statistics": statistics} | ({"ids": _ids(batch)} if ids else {})
                 # Small batches and thresholds use a row that is not autotuned.
                 if choice == 0 or batch != 256:
-                    for width in TABLE_WIDTHS:
-                        loss = ContrastiveLoss(**options)
-                        call(loss, batch, width, dtype, **said)
-                        if dtype is FP32:  # only fp32 features store products
-                            with mock.patch.object(TritonTiles, "stored_values", return_value=0):
-                                call(loss, batch, width, dtype, **said)
+                    for width, keeps in itertools.product(TABLE_WIDTHS, (True, False)):
+                        if not keeps or dtype is FP32:  # only fp32 features store products
+                            loss = ContrastiveLoss(**options)
+                            call(loss, batch, width, dtype, stores_tiles=keeps, **said)
                 if choice > 0:
                     continue
                 call(SigmoidContrastiveLoss(**options), batch, 768, dtype, **said)
