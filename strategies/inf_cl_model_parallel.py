@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -104,8 +104,12 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         cache = self._check_calls()
         closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         # Only FSDP2's hooks give sharded parameters their gradients, and the hooks do not run in
-        # a nested backward. So replays follow the backward.
-        cache.finish(reduce=self._reduces)
+        # a nested backward. So replays follow the backward, in the context of a backward.
+        plugin, module = self.precision_plugin, self.lightning_module
+        assert module is not None
+        is_ours = isinstance(plugin, BalancedAMP)
+        with plugin.backward_context(module) if is_ours else nullcontext():
+            cache.finish(reduce=self._reduces)
         if self._reduces and self.world_size > 1:
             self._average.over_ranks(self._unsharded)
         self._reshard()

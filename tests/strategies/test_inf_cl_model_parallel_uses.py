@@ -1,5 +1,6 @@
 """`InfCLModelParallelStrategy` with half precision and checkpoints, and its errors."""
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_mp import (
@@ -57,11 +59,22 @@ def fit(rank: int, model: Model, dtype: torch.dtype = torch.float64, **kwargs: A
     return trainer
 
 
-def _train_in_half(rank: int, half: str) -> tuple[Tensor, dict[str, Any]]:
-    plugin = ModelParallelBalancedAMP(half=half, loss_scale=SCALE if half == "fp16" else None)
-    model = Model()
-    fit(rank, model, torch.float32, plugins=plugin, gradient_clip_val=0.05)
-    return model.end, plugin.state_dict()
+class Recomputing(Model):
+    """Recomputes the layers of its towers in the backward (activation checkpointing)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for tower in (self.visual, self.text):
+            tower.forward = functools.partial(checkpoint, tower.forward, use_reentrant=False)
+
+
+def _train_in_half(rank: int, half: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    ends = []
+    for model in (Model(), Recomputing()):
+        plugin = ModelParallelBalancedAMP(half=half, loss_scale=SCALE if half == "fp16" else None)
+        fit(rank, model, torch.float32, plugins=plugin, gradient_clip_val=0.05)
+        ends.append(model.end)
+    return *ends, plugin.state_dict()
 
 
 def _resume(rank: int, folder: str, distributed: bool) -> tuple[Any, ...]:
@@ -84,7 +97,8 @@ def test_half_precision_and_clipping_train_like_fp32(half: str, bound: float) ->
     make_trainer("auto", max_epochs=1, gradient_clip_val=0.05).fit(
         model, batches(dtype=torch.float32)
     )
-    end, state = run_ranks(_train_in_half, RANKS, half)[0]
+    end, recomputed, state = run_ranks(_train_in_half, RANKS, half)[0]
+    assert torch.equal(recomputed, end)
     start = parameters_of(TinyCLIP(dropout=0.0))
     assert relative_error(end - start, parameters_of(model) - start) < bound
     if half == "fp16":

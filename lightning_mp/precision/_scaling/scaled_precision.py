@@ -208,13 +208,19 @@ class ScaledPrecision(Precision, ForLightning):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
+        with self.backward_context(model):
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def backward_context(self, model: nn.Module) -> Iterator[None]:
+        """Return the context of a backward of the scaled loss, or of a part of it."""
         if self._parameters is None:  # collected late, because `on_fit_start` may add parameters
             self._parameters = list(model.parameters())
         # Outside the function mode, which would intercept every access to `p.grad`.
         with self._unscaled.arriving(self._parameters), self._recompute_context():
             self._in_backward = True
             try:
-                super().backward(tensor, model, optimizer, *args, **kwargs)
+                yield
             finally:
                 self._in_backward = False
 
