@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_mp.callbacks._rules.records import StepFacts
+from lightning_mp.gradient_cache._served.towers import sharded_modules
 from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.tensor_stats import flat_values, local_shard
 from lightning_mp.optim._found_inf import takes_grad_scale
@@ -163,7 +164,9 @@ class TrainingStep:
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Return id(parameter) -> dotted name."""
+    """Return id(parameter) -> dotted name; call between steps."""
+    for sharded in sharded_modules(module):
+        sharded.reshard()  # the sanity check of the validation leaves weights of the root gathered
     return {id(p): as_written(name) for name, p in module.named_parameters()}
 
 

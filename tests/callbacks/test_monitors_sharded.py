@@ -7,8 +7,10 @@ import pytest
 from torch.optim import AdamW
 
 from lightning_mp import FSDPBalancedAMP, ModelParallelBalancedAMP
+from lightning_mp.callbacks._step.training_state import TrainingStep
+from lightning_mp.callbacks.monitor import InstabilityMonitor
 from tests.callbacks.test_monitors_together import monitors
-from tests.precision.test_fsdp import SCALE, _Model, _SelfSharding, fit_on_ranks
+from tests.precision.test_fsdp import SCALE, _Model, _SelfSharding, batches, fit_on_ranks
 from tests.processes import run_ranks
 
 KINDS: dict[str, tuple[Any, Any]] = {
@@ -17,14 +19,25 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
+class _Names(InstabilityMonitor):
+    """Keeps the names of the gradients of the last step."""
+
+    def observe(self, step: TrainingStep) -> None:
+        self.names = list(step.found.names)
+
+
 def _train(rank: int, kind: str) -> tuple[list[Any], list[Any]]:
     model, plugin = KINDS[kind]
-    watching, made = monitors(every_n_steps=10), model()
+    watching, made = [*monitors(every_n_steps=10), _Names()], model()
+    names = [name for name, _ in made.named_parameters()]
     made.configure_optimizers = lambda: AdamW(made.parameters(), lr=1e-3)
+    # The sanity check of the validation leaves weights of the root module gathered.
+    made.val_dataloader = lambda: batches(rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit_on_ranks(made, plugin(loss_scale=SCALE), rank, max_epochs=3, callbacks=watching)
     alarms = [alarm.severity for monitor in watching for alarm in monitor.alarms]
+    assert watching.pop().names == names
     return [monitor.history.curves for monitor in watching], alarms
 
 
