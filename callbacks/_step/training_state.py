@@ -36,7 +36,6 @@ __all__ = [
     "norms_of",
     "numbers_of",
     "parameter_names",
-    "plugin_fields",
     "scaler_of",
     "step_of",
     "tags_of",
@@ -98,10 +97,10 @@ def numbers_of(trainer: pl.Trainer, facts: StepFacts) -> dict[str, Any]:
     """Return the fields that sentences of every monitor use."""
     of_optimizer = f" of optimizer {facts.optimizer}" if facts.optimizer else ""
     lower_rate = learning_rate_of(trainer) / 2
-    return {**plugin_fields(trainer), "lower_rate": lower_rate, "of_optimizer": of_optimizer}
+    return {**_plugin_fields(trainer), "lower_rate": lower_rate, "of_optimizer": of_optimizer}
 
 
-def plugin_fields(trainer: pl.Trainer) -> dict[str, str]:
+def _plugin_fields(trainer: pl.Trainer) -> dict[str, str]:
     """Return the plugin that a remedy names, and the modules that its lists already contain."""
     plugin = trainer.precision_plugin
     if not isinstance(plugin, ScaledPrecision):
