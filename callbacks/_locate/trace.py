@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp._nested import open_container
-from lightning_mp.callbacks._step.batches import named_tensors
+from lightning_mp.callbacks._step.batches import (
+    differentiable,
+    named_tensors,
+    outside_transforms,
+    unwrapped,
+)
 from lightning_mp.numerics.floats import VALUE_DTYPES
 from lightning_mp.numerics.tensor_stats import (
     StatField,
@@ -155,7 +160,8 @@ class Trace:
     def _catch(self, call: TracedCall, role: Role, path: str, tensor: Tensor) -> None:
         """Record the gradient of a tensor when it is computed."""
         # Hooks of modules would miss tensors in dicts.
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
+        trained = differentiable(tensor) if torch.is_grad_enabled() else None
+        if trained is None:
             return
 
         def hook(gradient: Tensor) -> None:
@@ -165,10 +171,15 @@ class Trace:
             else:
                 call.left = call.left or next(self._clock)
 
-        tensor.register_hook(hook)
+        trained.register_hook(hook)
 
+    @outside_transforms()
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Seen]:
-        kept = [(n, t.detach()) for n, t in tensors if t.dtype in VALUE_DTYPES and not t.is_meta]
+        kept = [
+            (name, unwrapped(each).detach())
+            for name, each in tensors
+            if each.dtype in VALUE_DTYPES and not each.is_meta
+        ]
         if not kept:
             return []
         # Only the local shard, because gathering would need all ranks and more memory.

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
+from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.precision._choice.op_tables import follow_changes_of_torch, opened_composites
 
 __all__ = ["FunctionMode", "entropy_share", "logits_of", "running_module"]
@@ -53,10 +55,11 @@ class FunctionMode(TorchFunctionMode):
                     return opened(*args, **kwargs)
         output = func(*args, **kwargs)
         is_known = func in _ATTENTIONS or func in _CHOOSERS or func is F.cross_entropy
-        is_seen = is_known and not torch.compiler.is_compiling()
-        name = running_module(self._names) if is_seen else None
+        name = running_module(self._names) if is_known and _is_measured(output) else None
         if name is not None:
             with torch.no_grad():
+                # Shards of ranks are measured separately, without a collective.
+                args, kwargs, output = tree_map_only(Tensor, local_shard, (args, kwargs, output))
                 if func in _ATTENTIONS:
                     logits = _ATTENTIONS[func](*self._by_heads(name, args), **kwargs)
                     found = _of_attention(logits)
@@ -75,9 +78,10 @@ class FunctionMode(TorchFunctionMode):
         return args
 
     def _of_choice(
-        self, name: str, output: Any, scores: Tensor, *_: Any, **__: Any
+        self, name: str, output: Any, input: Tensor, *_: Any, **__: Any
     ) -> dict[str, Tensor]:
         """Return how often each expert was chosen and the number of tokens; empty if no experts."""
+        scores = input  # torch's name for the argument
         chosen = output if isinstance(output, Tensor) else output[1]
         count = scores.shape[-1] if scores.ndim > 1 else 0
         is_last = chosen.shape[: scores.ndim - 1] == scores.shape[:-1]  # along the last dimension
@@ -95,6 +99,14 @@ class FunctionMode(TorchFunctionMode):
         chosen_E.scatter_add_(0, chosen.flatten(), ones)
         tokens_E = torch.full_like(chosen_E, scores.numel() // count)
         return {"expert": torch.stack([chosen_E, tokens_E])}
+
+
+def _is_measured(output: Any) -> bool:
+    """Return whether the output of a function is a plain tensor with values, or a tuple of them."""
+    first: Tensor = output if isinstance(output, Tensor) else output[0]
+    # Attention inside `vmap` is called once for all samples, so that no few could be selected.
+    is_inside = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return not (is_inside or first.is_nested or first.is_meta) and first.numel() > 0
 
 
 def running_module(names: Mapping[int, str]) -> str | None:
@@ -183,8 +195,9 @@ def logits_of(
     return (logits + attn_mask).masked_fill(attn_mask <= _MASKED, -torch.inf)
 
 
-def _of_softmax(logits: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:
+def _of_softmax(input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:
     """Return logits in fp32, -inf where masked; `None` if this is not a softmax of attention."""
+    logits = input  # torch's name for the argument
     if logits.ndim != 4 or dim not in (-1, 3):
         return None
     kept = logits.detach()[:_SAMPLES, :, :: -(-logits.shape[-2] // _QUERIES)].float()

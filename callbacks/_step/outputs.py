@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.callbacks._step.batches import tensors_in
+from lightning_mp.callbacks._step.batches import (
+    differentiable,
+    outside_transforms,
+    tensors_in,
+    unwrapped,
+)
 from lightning_mp.callbacks._step.functions import FunctionMode
 from lightning_mp.callbacks._step.sampling import merge_rows, pack_stats
 from lightning_mp.numerics.floats import VALUE_DTYPES, state_dtype
@@ -76,8 +81,9 @@ class OutputSampler:
 
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         for tensor in self._add(name, "activation", output):
-            if self.backward and tensor.requires_grad:
-                hook = tensor.register_hook(partial(self._add_gradient, name))
+            trained = differentiable(tensor) if self.backward else None
+            if trained is not None:
+                hook = trained.register_hook(partial(self._add_gradient, name))
                 self._hooks.enter_context(hook)
 
     def _add_gradient(self, name: str, gradient: Tensor) -> None:
@@ -113,11 +119,11 @@ class OutputSampler:
         if self._calls[name, kind] > self.max_calls:
             return []
         # `pack_stats` calls about 200 functions; none of them must reach the mode.
-        with torch._C.DisableTorchFunction():
-            for tensor in tensors:
+        with torch._C.DisableTorchFunction(), outside_transforms():
+            for tensor in (unwrapped(each).detach() for each in tensors):
                 size = sum(each.numel() for _, each in self._waiting) + tensor.numel()
                 # A tensor that waits is copied, because the model may change it in place.
-                held = tensor.detach().clone() if size < _TOGETHER else tensor.detach()
+                held = tensor.clone() if size < _TOGETHER else tensor
                 self._waiting.append((OutputKey(name, kind, tensor.dtype.to_real()), held))
                 if size >= _TOGETHER:
                     self._measure()

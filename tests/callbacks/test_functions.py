@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_mp import BalancedAMP
 from lightning_mp.callbacks import ActivationRangeMonitor
@@ -98,6 +102,58 @@ def test_router_counts_the_tokens_of_each_expert(experts: nn.Module) -> None:
     assert [(name, each["expert"].tolist()) for name, each in found] == [
         ("0.gate", [[2.0, 2.0, 2.0, 0.0], [3.0] * 4])
     ]
+
+
+class Call(nn.Module):
+    """A module with eight experts that calls a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.experts = function, Stacked(8)
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+@pytest.mark.parametrize(
+    ("named", "placed"),
+    [
+        (lambda x: torch.softmax(input=x, dim=-1), lambda x: torch.softmax(x, -1)),
+        (lambda x: torch.topk(input=x, k=2, dim=-1), lambda x: x.topk(2)),
+        (lambda x: torch.argmax(input=x, dim=-1), lambda x: x.argmax(-1)),
+        (
+            lambda x: F.scaled_dot_product_attention(query=x, key=x, value=x),
+            lambda x: F.scaled_dot_product_attention(x, x, x),
+        ),
+    ],
+    ids=["softmax", "topk", "argmax", "attention"],
+)
+def test_arguments_may_be_passed_by_name(named: Any, placed: Any) -> None:
+    x = torch.randn(2, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+    found, expected = (seen_in(call := Call(f), x, call=call) for f in (named, placed))
+    assert [name for name, _ in expected] == [name for name, _ in found] == ["call"]
+    torch.testing.assert_close(found[0][1], expected[0][1], rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_attention_without_rows_or_of_nested_tensors_is_not_measured() -> None:
+    x = torch.randn(2, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+    samples = [x[0].transpose(0, 1), x[1, :, :3].transpose(0, 1)]
+    rows = torch.nested.nested_tensor(samples, layout=torch.jagged).transpose(1, 2)
+    for inputs in ([x[:, :, :0], x, x], [rows, rows, rows]):
+        call = Call(F.scaled_dot_product_attention)
+        assert seen_in(call, *inputs, call=call) == []
+
+
+def test_shards_of_a_router_count_their_own_tokens() -> None:
+    x = torch.eye(8)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        shard = DTensor.from_local(x[:4], init_device_mesh("cpu", (2,)), [Shard(0)])
+        ((_, found),) = seen_in(call := Call(lambda x: x.topk(1)), shard, call=call)
+    finally:
+        dist.destroy_process_group()
+    assert found["expert"].tolist() == [[1.0] * 4 + [0.0] * 4, [4.0] * 8]
 
 
 def test_topk_over_classes_is_not_a_router() -> None:
