@@ -29,8 +29,8 @@ def memory_findings(
         return []
     per_node = subject.devices or 1
     ranks = per_node * subject.nodes
-    workers = getattr(run.loader, "num_workers", 0)
-    machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node, workers)
+    sizes = gpu_memory * GIB, host_memory * GIB
+    machine = Machine(ranks, *sizes, per_node, subject.workers)
     batch = (subject.rank_batch or 1) * ranks
     need = memory(METHODS[-1], batch, subject, machine)
     if need.peak <= machine.gpu_bytes and need.host <= machine.host_bytes:

@@ -23,7 +23,7 @@ def plan(
     gpus_per_node: int | None = None,
     gpu_memory: float = 80.0,
     host_memory: float = 1000.0,
-    workers: int = 8,
+    workers: int | None = None,
     device: Literal["cuda", "cpu"] = "cuda",
     precision: str | None = None,
     micro_batch: int | None = None,
@@ -38,7 +38,7 @@ def plan(
 
     Prints the memory of a GPU and a host for each method (dense loss, OpenCLIP's local loss,
     Inf-CL, this package), the largest batch that fits, and the time of a step. Everything is
-    computed from the bytes that the towers save for the backward and the states that the optimizer
+    computed from the bytes that the towers need at their peak and the states that the optimizer
     keeps; both are measured on tensors without memory.
 
     Args:
@@ -51,7 +51,7 @@ def plan(
         gpus_per_node: Ranks that share a host. The default is the config's `devices`, or 8.
         gpu_memory: Memory of a GPU, in GiB.
         host_memory: Memory of a node, in GiB.
-        workers: Loader workers of a rank.
+        workers: Loader workers of a rank. The default is the config's, or 8.
         device: Device of the loss, which determines the default workspace.
         precision: `32-true`, `16-mixed`, `bf16-mixed`, `BalancedAMP`, `PureFP16` or `bf16-true`.
             The default is the config's, or `BalancedAMP`.
@@ -75,12 +75,13 @@ def plan(
         sizes = {"gpu-memory": gpu_memory, "host-memory": host_memory}
         rates = {"network": network, "tflops": tflops, "pairs-per-second": pairs_per_second}
         _check_positive({**counts, "loader-batches": loader_batches, **sizes, **rates})
-        if workers < 0:
+        if workers is not None and workers < 0:
             raise ValueError(f"Passed `--workers {workers}`. It must be at least 0.")
         if (config is None) == (model is None):
             raise ValueError("pass either `--config` or `--model`.")
         subject = _subject(config, model, precision)
         given = {"micro_batch": micro_batch, "offload": offload, "loader_batches": loader_batches}
+        given["workers"] = workers
         chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         subject = replace(subject, **chosen)
         per_node = gpus_per_node or subject.devices or _GPUS
@@ -98,7 +99,7 @@ def plan(
         raise SystemExit(f"lightning-mp plan: {error}") from None
     if asked is None:
         raise SystemExit("lightning-mp plan: pass the global batch by `--batch`, such as 1024k.")
-    machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node, workers, device)
+    machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node, subject.workers, device)
     print("\n".join(plan_lines(subject, machine, asked, rate, per_epoch)))
     print(f"\nAdvice: {advice(subject, machine, asked)}")
 

@@ -97,27 +97,31 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
     staged = (subject.prefetch + 1) * subject.micro_batch if subject.offload else rank_batch
     features = formulas.our_features_bytes(rank_batch, subject.width, subject.feature_itemsize)
     towers = subject.towers.values()
+    static = subject.static.at_rest(subject.parameters, subject.states, subject.frozen_parameters)
     backbone: float = subject.static.gradient * subject.parameters
+    if subject.is_sharded:  # a replay still sums the whole gradients of its tower
+        static = (static - subject.static.bucket * subject.parameters) / machine.gpus
+        backbone /= machine.gpus
     workspace = workspace_on(machine.device)
     loss = formulas.loss_bytes(method.loss, batch, machine.gpus, subject.width, workspace)
     if method.cached:
         # During a replay, the gradients of the running tower for this micro-batch and the gradients
         # of the features exist in addition.
-        backbone += max(seen * t.saved_per_pair + formulas.FP32 * t.parameters for t in towers)
+        backbone += max(seen * t.peak_per_row + formulas.FP32 * t.parameters for t in towers)
         backbone += features / 2
-    else:  # the towers' graphs exist while the loss is computed
-        saved = sum(rank_batch * tower.saved_per_pair for tower in towers)
-        backbone, loss = backbone + saved, loss + saved
+    else:  # the towers' graphs exist while the loss is computed, and until their own backward
+        saved = rank_batch * sum(t.saved_per_pair for t in towers)
+        rising = rank_batch * max(0.0, *(t.peak_per_row - t.saved_per_pair for t in towers))
+        backbone, loss = backbone + saved + rising, loss + saved
     return Memory(
-        static=subject.static.at_rest(subject.parameters, subject.states)
-        + subject.static.held * subject.frozen_parameters,
+        static=static,
         data=min(staged, rank_batch) * subject.pair_bytes,
         features=features,
         loss=loss,
         backbone=backbone,
         host=formulas.host_bytes(
             rank_batch=rank_batch,
-            pair_bytes=subject.pair_bytes,
+            pair_bytes=subject.host_pair_bytes,
             ranks=machine.ranks_per_node,
             workers=machine.workers,
             loader_batches=subject.loader_batches,

@@ -21,34 +21,30 @@ __all__ = ["PRECISIONS", "StaticBytes", "Subject", "TowerBytes", "state_bytes"]
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """Bytes of one trained parameter on a rank."""
+    """Bytes of one parameter on a rank."""
 
     weight: int  # the weight that the optimizer updates, with its residual if it has one
     copy: int  # the half copy for the forward; autocast makes one in each forward
     gradient: int  # the gradient that the optimizer receives
     bucket: int  # the gradient in the buckets of DDP
+    frozen: int  # a weight that is not trained, of which autocast keeps no copy
     activations: torch.dtype  # dtype in which most modules compute
     policy: str  # source of this dtype: `"none"`, `"autocast"` or `"weights"`
     stepped: str = "float32"  # dtype of the weights that the optimizer receives
 
-    @property
-    def held(self) -> int:
-        """Bytes of a frozen parameter, which needs no residual."""
-        return (self.activations if self.policy == "weights" else torch.float32).itemsize
-
-    def at_rest(self, parameters: int, states: Mapping[str, int]) -> float:
+    def at_rest(self, parameters: int, states: Mapping[str, int], frozen: int = 0) -> float:
         """Return the bytes of weights, copies, optimizer states and buckets."""
-        weights = parameters * (self.weight + self.copy + self.bucket)
+        weights = parameters * (self.weight + self.copy + self.bucket) + frozen * self.frozen
         return float(weights + states[self.stepped])
 
 
 PRECISIONS = {
-    "32-true": StaticBytes(4, 0, 4, 4, torch.float32, "none"),
-    "16-mixed": StaticBytes(4, 2, 4, 4, torch.float16, "autocast"),
-    "bf16-mixed": StaticBytes(4, 2, 4, 4, torch.bfloat16, "autocast"),
-    "BalancedAMP": StaticBytes(4, 2, 4, 4, torch.float16, "autocast"),
-    "PureFP16": StaticBytes(4, 0, 4, 2, torch.float16, "weights"),
-    "bf16-true": StaticBytes(2, 0, 2, 2, torch.bfloat16, "weights", stepped="bfloat16"),
+    "32-true": StaticBytes(4, 0, 4, 4, 4, torch.float32, "none"),
+    "16-mixed": StaticBytes(4, 2, 4, 4, 4, torch.float16, "autocast"),
+    "bf16-mixed": StaticBytes(4, 2, 4, 4, 4, torch.bfloat16, "autocast"),
+    "BalancedAMP": StaticBytes(4, 2, 4, 4, 6, torch.float16, "autocast"),
+    "PureFP16": StaticBytes(4, 0, 4, 2, 2, torch.float16, "weights"),
+    "bf16-true": StaticBytes(2, 0, 2, 2, 2, torch.bfloat16, "weights", stepped="bfloat16"),
 }
 """Bytes by Lightning's name of a precision, or by plugin. `PureFP16` has a weight and a residual of
 2 bytes each, and gradients of 4 bytes from `on_before_optimizer_step` on."""
@@ -58,9 +54,10 @@ PRECISIONS = {
 class TowerBytes:
     """Figures of one tower for one pair."""
 
-    saved_per_pair: float  # bytes that autograd saves for a pair
+    saved_per_pair: float  # bytes that the forward of a pair leaves in memory for the backward
+    peak_per_row: float  # bytes of a row at the peak of forward and backward
     flops_per_pair: float  # FLOPs of a forward
-    parameters: int  # trained values that its output depends on
+    parameters: int  # values of the gradients that its replays sum aside
     width: int  # feature width, D
     backward_flops_per_pair: float  # FLOPs of the backward; 0 for a frozen tower
 
@@ -74,7 +71,7 @@ class Subject:
     optimizer: str  # for the table, with the reason if it is assumed
     states: Mapping[str, int]  # bytes of its states, by the dtype of the weights that it receives
     towers: Mapping[str, TowerBytes]  # by name
-    pair_bytes: float  # bytes of a pair as the loader yields it
+    pair_bytes: float  # bytes of a pair on the device
     precision: str  # a key of `PRECISIONS`
     micro_batch: int = 128  # pairs that a tower processes at a time, m
     frozen_parameters: int = 0  # values that are not trained
@@ -84,6 +81,9 @@ class Subject:
     rank_batch: int | None = None  # pairs of a rank in a step; `None` without a loader
     devices: int | None = None  # ranks of a node; `None` if the config gives no number
     nodes: int = 1  # nodes of the config
+    workers: int = 8  # workers of a loader
+    loaded_pair_bytes: float = 0.0  # bytes of a pair as the loader yields it, if it differs
+    is_sharded: bool = False  # whether the ranks share weights, gradients and states
     found: str = field(default="", compare=False)  # how the towers were measured, for the table
 
     @classmethod
@@ -107,6 +107,12 @@ class Subject:
     def static(self) -> StaticBytes:
         """The bytes of a parameter."""
         return PRECISIONS[self.precision]
+
+    @property
+    def host_pair_bytes(self) -> float:
+        """Bytes of a pair in host memory; with `offload`, the batch of the step stays there."""
+        loaded = self.loaded_pair_bytes or self.pair_bytes
+        return max(loaded, self.pair_bytes) if self.offload else loaded
 
     @property
     def width(self) -> int:

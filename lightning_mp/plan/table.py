@@ -52,7 +52,7 @@ def plan_lines(
     )
     trained = f"{subject.parameters / 1e6:,.1f}M trained parameters"
     yield f"{subject.name}: {trained}, feature width {subject.width}"
-    yield f"Saved for the backward of a pair ({subject.found}): {towers}"
+    yield f"Kept for the backward of a pair ({subject.found}): {towers}"
     yield (
         f"Batch {batch:,} on {machine.gpus} rank(s), {batch / machine.gpus:,.0f} each, towers in "
         f"micro-batches of {subject.micro_batch}, {subject.precision}; all below is computed"
@@ -71,7 +71,7 @@ def plan_lines(
     yield (
         f"Host: {_size(ours.host)} a node of {_size(machine.host_bytes)}, for "
         f"{machine.ranks_per_node} rank(s), {machine.workers} workers each, loader batches a "
-        f"step: {subject.loader_batches}, {_size(subject.pair_bytes)} a pair"
+        f"step: {subject.loader_batches}, {_size(subject.host_pair_bytes)} a pair"
     )
     sent, flops = exchanged(METHODS[-1], batch, subject, machine)
     yield (
@@ -97,7 +97,7 @@ _SECONDS = "towers", "loss", "exchange", "step"
 def _statics(subject: Subject) -> Iterator[tuple[str, ...]]:
     yield "static memory by precision", "at rest", f"of it {subject.optimizer}", "gradients"
     for name, precision in PRECISIONS.items():
-        at_rest = precision.at_rest(subject.parameters, subject.states)
+        at_rest = precision.at_rest(subject.parameters, subject.states, subject.frozen_parameters)
         gradients = precision.gradient * subject.parameters
         parts = at_rest, subject.states[precision.stepped], gradients
         yield name + (" <" if name == subject.precision else ""), *map(_size, parts)
@@ -131,28 +131,38 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
         changed = replace(changed, offload=True)
         passed.append('offload="host"')
         needed = memory(METHODS[-1], batch, changed, machine)
-    by_device, by_host = largest(METHODS[-1], changed, machine)
     if needed.peak > machine.gpu_bytes:
+        by_device, _ = largest(METHODS[-1], changed, machine)
+        remedy = (
+            f"take a batch of {by_device:,}, a smaller micro-batch, or more GPUs."
+            if by_device
+            else f"no batch fits beside {_size(needed.static)} of static memory. Take a smaller "
+            "micro-batch, larger GPUs, or `InfCLModelParallelStrategy`, which shards weights."
+        )
         return (
             f"{batch:,} pairs need {_size(needed.peak)} a GPU of {_size(machine.gpu_bytes)}"
-            f"{', with their data on the host' if changed.offload else ''}: take a batch of "
-            f"{by_device:,}, a smaller micro-batch, or more GPUs."
+            f"{', with their data on the host' if changed.offload else ''}: {remedy}"
         )
     if needed.host > machine.host_bytes:
-        while changed.loader_batches < batch and needed.host > machine.host_bytes:
+        most = batch // machine.gpus  # a loader batch has at least one pair
+        while 2 * changed.loader_batches <= most and needed.host > machine.host_bytes:
             changed = replace(changed, loader_batches=2 * changed.loader_batches)
             needed = memory(METHODS[-1], batch, changed, machine)
         passed.append(f"loader_batches_per_step={changed.loader_batches}")
+    by_device, by_host = largest(METHODS[-1], changed, machine)
     if needed.host > machine.host_bytes:
+        smaller = f"take a batch of {by_host:,}, " if by_host else "no batch fits: take "
         return (
-            f"{batch:,} pairs fit the GPUs, but not the hosts: take a batch of {by_host:,}, more "
-            "nodes, or images as uint8, a quarter of fp32."
+            f"{batch:,} pairs fit the GPUs, but not the hosts: {smaller}more nodes, fewer workers, "
+            "or images as uint8, a quarter of fp32."
         )
     if passed:
+        loaded = batch // machine.gpus // changed.loader_batches
         return (
             f"{batch:,} pairs need {_size(asked.peak)} of {_size(machine.gpu_bytes)} a GPU, "
             f"{_size(asked.data)} of it data, and {_size(asked.host)} of "
-            f"{_size(machine.host_bytes)} a node: pass `InfCLStrategy({', '.join(passed)})`."
+            f"{_size(machine.host_bytes)} a node: pass `InfCLStrategy({', '.join(passed)})`, and "
+            f"load {loaded:,} pairs at a time."
         )
     return (
         f"{batch:,} pairs fit: {_size(needed.peak)} of {_size(machine.gpu_bytes)} a GPU and "

@@ -1,4 +1,4 @@
-"""Measures the bytes that a model's towers save for the backward of one pair.
+"""Measures the memory and the FLOPs of a model's towers for one pair.
 
 `FakeTensorMode` runs a model on tensors without memory and selects the operators of a real device.
 Unlike operators of the meta device, fused attention then saves no matrix of tokens by tokens. A
@@ -7,25 +7,27 @@ ViT-L takes a second.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
 
-from lightning_mp._nested import tensors_in
+from lightning_mp._nested import map_tensors, tensors_in
 from lightning_mp.gradient_cache._served.towers import Tower
 from lightning_mp.plan.subject import StaticBytes, TowerBytes
 
-__all__ = ["blank", "computing_in", "measure_towers"]
+__all__ = ["SIZES", "blank", "computing_in", "measure_towers"]
 
-_SIZES = 2, 6  # pairs of the two steps that are measured
+SIZES = 2, 6  # pairs of the two steps that are measured
 
 
 def computing_in(precision: StaticBytes) -> AbstractContextManager[None]:
@@ -56,67 +58,85 @@ def blank(model: nn.Module) -> None:
                 tensors[name] = blanks[tensor]
 
 
-@dataclass
-class _Counts:
-    """Totals over the calls of one tower in one step."""
+class _Counter(TorchDispatchMode):
+    """Counts FLOPs, and the bytes of all tensors made so far that are still alive."""
 
-    saved: dict[int, Any] = field(default_factory=dict)  # storages that autograd saved, by key
-    flops: int = 0
-    backward_flops: int = 0
-    parameters: int = 0
-    width: int = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.timeline = [0]  # live bytes after each operator
+        self._bytes = 0
+        self._alive: dict[int, Any] = {}  # weak references to storages
 
-    @property
-    def saved_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self.saved.values())
-
-
-class _SavedStorages:
-    """Attributes the storages that autograd saves to the running tower, each storage once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._owned = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        self.of: dict[str, _Counts] = defaultdict(_Counts)  # by name of the tower
-        self._running: list[str] = []
-
-    def call(
-        self, tower: Tower, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a call of a tower and count its FLOPs, parameters and feature width."""
-        counts = self.of[tower.name]
-        self._running.append(tower.name)
-        try:
-            with FlopCounterMode(display=False) as flops:
-                outputs = original(*args, **kwargs)
-        finally:
-            self._running.pop()
-        counts.flops += flops.get_total_flops()
-        tensors = tensors_in(outputs)
+        kwargs = kwargs or {}
+        # Storages of arguments, such as weights, existed before.
+        known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        returned = func(*args, **kwargs)
+        # Not by `FlopCounterMode`, which keeps what checkpointing recomputes in memory.
+        if count := flop_registry.get(func._overloadpacket):
+            self.flops += count(*args, **kwargs, out_val=returned)
+        for tensor in tensors_in(returned):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known and storage._cdata not in self._alive:
+                self._add(storage)
+        self.timeline.append(self._bytes)
+        return returned
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def free(_: object) -> None:
+            self._bytes -= size
+            del self._alive[key]
+
+        self._bytes += size
+        self._alive[key] = weakref.ref(storage, free)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Figures of one call of a tower."""
+
+    rows: int
+    width: int
+    parameters: int
+    flops: int
+    backward_flops: int
+    saved: int  # bytes that the forward leaves in memory
+    timeline: Sequence[int]  # live bytes after each operator of forward and backward
+
+
+def _measured(
+    model: nn.Module, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> tuple[_Call, Any]:
+    """Run forward and backward of a tower, as a gradient cache does; return its outputs, too."""
+    model.zero_grad(set_to_none=True)
+    with _Counter() as counter:
+        outputs = function(*args, **kwargs)
+        flops, saved = counter.flops, counter.timeline[-1]
         # Models of transformers also return tokens.
+        tensors = tensors_in(outputs)
         features = next((leaf for leaf in tensors if leaf.ndim == 2), tensors[0])
-        counts.width = features.shape[-1]
+        # The step goes on with leaves, so that the graph is freed.
+        outputs = map_tensors(outputs, lambda x: x.detach().requires_grad_(x.requires_grad))
+        del tensors
         if features.requires_grad:
-            self._model.zero_grad(set_to_none=True)
-            with FlopCounterMode(display=False) as flops:
-                # A step with manual optimization runs its own backward later.
-                features.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            counts.backward_flops += flops.get_total_flops()
-            reached = [p for p in self._model.parameters() if p.grad is not None]
-            counts.parameters = sum(p.numel() for p in reached)
-        return outputs
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Record a saved tensor."""
-        if self._running and _storage(tensor) not in self._owned:
-            # Kept alive, so that its key stays unique. Nested towers count for the outermost one.
-            self.of[self._running[0]].saved[_storage(tensor)] = tensor.untyped_storage()
-        return tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+            features.backward(torch.ones_like(features))  # type: ignore[no-untyped-call]
+    call = _Call(
+        rows=len(features),
+        width=features.shape[-1],
+        parameters=sum(p.numel() for p in model.parameters() if p.grad is not None),
+        flops=flops,
+        backward_flops=counter.flops - flops,
+        saved=saved,
+        timeline=counter.timeline,
+    )
+    model.zero_grad(set_to_none=True)
+    return call, outputs
 
 
 def measure_towers(
@@ -124,42 +144,77 @@ def measure_towers(
 ) -> dict[str, TowerBytes]:
     """Run a step at two sizes, and return the difference per pair for each tower.
 
+    A tower whose calls are all inside of another tower counts for the outer one.
+
     Raises:
         ValueError: The step did not call a tower.
     """
     # The difference excludes bytes that do not depend on the size, such as half weights.
-    counters = []
-    for size in _SIZES:
-        counter = _SavedStorages(model)
-        with ExitStack() as stack:
-            stack.enter_context(computing_in(precision))
-            for tower in towers:
-                stack.enter_context(tower.intercepted(counter.call))
-            hooks = torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda saved: saved)
-            stack.enter_context(hooks)
-            try:
-                step(size)
-            except RuntimeError:
-                # The loss may read values, which fake tensors lack, but the towers have run.
-                if not all(counter.of[tower.name].width for tower in towers):
-                    raise
-        counters.append(counter)
-    silent = [tower.name for tower in towers if not counters[0].of[tower.name].width]
+    few, many = (_calls(model, towers, step, precision, size) for size in SIZES)
+    return {name: _slope(calls, many[name]) for name, calls in few.items() if calls}
+
+
+def _calls(
+    model: nn.Module,
+    towers: Sequence[Tower],
+    step: Callable[[int], Any],
+    precision: StaticBytes,
+    size: int,
+) -> dict[str, list[_Call]]:
+    """Return the outermost calls of each tower in one step."""
+    calls: dict[str, list[_Call]] = {tower.name: [] for tower in towers}
+    silent = set(calls)
+    running: list[Tower] = []
+
+    def handle(tower: Tower, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        silent.discard(tower.name)
+        if running:
+            return function(*args, **kwargs)
+        running.append(tower)
+        call, outputs = _measured(model, function, args, kwargs)
+        running.pop()
+        calls[tower.name].append(call)
+        return outputs
+
+    with ExitStack() as stack:
+        stack.enter_context(computing_in(precision))
+        for tower in towers:
+            stack.enter_context(tower.intercepted(handle))
+        try:
+            step(size)
+        except Exception:
+            # The loss may read values, which fake tensors lack, but the towers have run.
+            if silent or running:
+                raise
     if silent:
         raise ValueError(
-            f"Passed towers {[tower.name for tower in towers]!r}, but the training step did not "
-            f"call {silent!r}. Name the towers that it calls, as for `InfCLStrategy`."
+            f"Passed towers {[*calls]!r}, but the training step did not call {sorted(silent)!r}. "
+            "Name the towers that it calls, as for `InfCLStrategy`."
         )
-    few, many = (counter.of for counter in counters)
-    return {tower.name: _slope(few[tower.name], many[tower.name]) for tower in towers}
+    return calls
 
 
-def _slope(few: _Counts, many: _Counts) -> TowerBytes:
-    pairs = _SIZES[1] - _SIZES[0]
+def _slope(few: Sequence[_Call], many: Sequence[_Call]) -> TowerBytes:
+    def per_pair(name: str) -> float:
+        least, most = (sum(getattr(call, name) for call in calls) for calls in (few, many))
+        return float(most - least) / (SIZES[1] - SIZES[0])
+
     return TowerBytes(
-        saved_per_pair=(many.saved_bytes - few.saved_bytes) / pairs,
-        flops_per_pair=(many.flops - few.flops) / pairs,
-        parameters=few.parameters,
-        width=few.width,
-        backward_flops_per_pair=(many.backward_flops - few.backward_flops) / pairs,
+        saved_per_pair=per_pair("saved"),
+        # The activations of a call are freed before the next one is replayed.
+        peak_per_row=max(map(_peak_per_row, few, many)),
+        flops_per_pair=per_pair("flops"),
+        # The gradients of earlier calls are kept while another call is replayed.
+        parameters=sum(sorted(call.parameters for call in few)[-2:]),
+        width=few[0].width,
+        backward_flops_per_pair=per_pair("backward_flops"),
     )
+
+
+def _peak_per_row(few: _Call, many: _Call) -> float:
+    # A few rows may take less than the gradients of weights, so peaks cannot be subtracted.
+    if len(few.timeline) == len(many.timeline):
+        added = max(b - a for a, b in zip(few.timeline, many.timeline, strict=True))
+    else:
+        added = max(many.timeline) - max(few.timeline)
+    return added / max(1, many.rows - few.rows)

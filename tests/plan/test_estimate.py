@@ -23,7 +23,7 @@ DENSE, OURS = METHODS[1], METHODS[-1]
 
 
 def _subject(precision: str) -> Subject:
-    towers = {"visual": TowerBytes(1.0, 1.0, 1, WIDTH, 1.0)}
+    towers = {"visual": TowerBytes(1.0, 1.0, 1.0, 1, WIDTH, 1.0)}
     return Subject("small", 1, "SGD", {"float32": 0}, towers, 1.0, precision)
 
 
@@ -94,10 +94,26 @@ def test_products_of_other_losses_do_not_depend_on_the_size() -> None:
         assert found == formulas.CLIP_PRODUCTS
 
 
-@pytest.mark.parametrize(("precision", "held"), [("32-true", 4), ("PureFP16", 2), ("bf16-true", 2)])
+@pytest.mark.parametrize(
+    ("precision", "held"),
+    # Frozen weights have half copies under BalancedAMP, but autocast caches none of them.
+    [("32-true", 4), ("bf16-mixed", 4), ("BalancedAMP", 6), ("PureFP16", 2), ("bf16-true", 2)],
+)
 def test_frozen_parameters_take_the_bytes_of_their_dtype(precision: str, held: int) -> None:
     plain, machine = _subject(precision), _machine(1, "cpu")
     plain = dataclasses.replace(plain, states={"float32": 0, "bfloat16": 0})
     locked = dataclasses.replace(plain, frozen_parameters=1000)
     static = [memory(OURS, 64, subject, machine).static for subject in (plain, locked)]
     assert static[1] - static[0] == 1000 * held
+
+
+def test_sharded_weights_are_divided_by_the_ranks() -> None:
+    states = {"float32": 8_000}
+    plain = dataclasses.replace(_subject("32-true"), parameters=1000, states=states)
+    sharded = dataclasses.replace(plain, is_sharded=True)
+    machine = _machine(8, "cpu")
+    # Weights and states; DDP has a bucket for each gradient, too.
+    assert memory(OURS, 64, plain, machine).static == 8_000 + 1000 * (4 + 4)
+    assert memory(OURS, 64, sharded, machine).static == (8_000 + 1000 * 4) / 8
+    backbone = [memory(OURS, 64, subject, machine).backbone for subject in (plain, sharded)]
+    assert backbone[0] - backbone[1] == 1000 * 4 * 7 / 8

@@ -51,10 +51,10 @@ class _Towers(nn.Module):
 
 
 @pytest.mark.parametrize(("precision", "visual", "text"), [
-    # The input, and the output of ReLU, which ReLU and the next layer share.
-    ("32-true", (32 + 64) * 4, 8 * 4),
-    # Under autocast, the input is cast first, so half as many bytes are saved.
-    ("16-mixed", (32 + 64) * 2, 8 * 2),
+    # The output of ReLU, which ReLU and the next layer share, and the features.
+    ("32-true", (64 + 16) * 4, 16 * 4),
+    # Under autocast, a half copy of the input is saved, too.
+    ("16-mixed", (32 + 64 + 16) * 2, (8 + 16) * 2),
 ])  # fmt: skip
 def test_saved_bytes_are_a_slope_of_two_sizes(precision: str, visual: int, text: int) -> None:
     model = _Towers()
@@ -102,7 +102,9 @@ def test_error_names_a_tower_that_is_not_called() -> None:
 
 
 def _subject(**changes: object) -> Subject:
-    towers = {name: TowerBytes(2**20, 1e9, 50_000_000, 512, 2e9) for name in ("visual", "text")}
+    towers = {
+        name: TowerBytes(2**20, 2**20, 1e9, 50_000_000, 512, 2e9) for name in ("visual", "text")
+    }
     settings = {
         "name": "twins",
         "parameters": 100_000_000,
@@ -138,7 +140,7 @@ def test_largest_batch_of_each_method_just_fits() -> None:
     (5, 10_000, 4_000_000, "with their data on the host: take a batch of "),
     (80, 100, 65_536, "InfCLStrategy(loader_batches_per_step=16)"),
     (80, 10, 65_536, "images as uint8"),
-    (2, 1000, 8192, "a smaller micro-batch, or more GPUs"),
+    (2, 1000, 8192, "no batch fits beside 1.7 GiB of static memory. Take a smaller micro-batch"),
 ])  # fmt: skip
 def test_advice_names_what_to_change(gpu: int, host: int, batch: int, said: str) -> None:
     assert said in advice(_subject(), Machine(8, gpu * GIB, host * GIB, 8, 8), batch)
