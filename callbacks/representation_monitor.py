@@ -122,6 +122,8 @@ class RepresentationMonitor(SamplingMonitor):
                 self.recorder.hooks.enter_context(hook)
 
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        if torch._C._are_functorch_transforms_active():
+            return  # `vmap` hides the samples
         found = next((t for t in tensors_in(output) if t.is_floating_point() and t.ndim > 1), None)
         if found is not None:
             self._add(name, found)

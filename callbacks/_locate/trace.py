@@ -12,12 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp._nested import open_container
-from lightning_mp.callbacks._step.batches import (
-    differentiable,
-    named_tensors,
-    outside_transforms,
-    unwrapped,
-)
+from lightning_mp.callbacks._step.batches import named_tensors
 from lightning_mp.numerics.floats import VALUE_DTYPES
 from lightning_mp.numerics.tensor_stats import (
     StatField,
@@ -26,6 +21,7 @@ from lightning_mp.numerics.tensor_stats import (
     stored_values,
     tensor_stats,
 )
+from lightning_mp.numerics.transforms import differentiable, outside_transforms, unwrapped
 from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["TracedCall", "Seen", "Trace"]

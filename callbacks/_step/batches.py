@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
-from torch._C import _functorch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree
 
 from lightning_mp._files import Failures, save_new
@@ -22,16 +20,7 @@ from lightning_mp._nested import open_container
 from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.callbacks._words.usage import usage
 
-__all__ = [
-    "BatchKeeper",
-    "copy_containers",
-    "differentiable",
-    "loss_in",
-    "named_tensors",
-    "outside_transforms",
-    "tensors_in",
-    "unwrapped",
-]
+__all__ = ["BatchKeeper", "copy_containers", "loss_in", "named_tensors", "tensors_in"]
 
 _MOST_FILES = 20  # per run, because batches of images fill a disk
 _PATIENCE = timedelta(seconds=20)  # for the rank that writes the file
@@ -110,23 +99,6 @@ def loss_in(output: Any) -> Tensor | None:
 
 
 _DEEPEST = 8  # highest level of nesting, because objects may contain themselves
-
-
-# Statistics inside a transform of `torch.func`, such as `vmap`, would be transformed as well.
-outside_transforms = temporarily_clear_interpreter_stack
-
-
-def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the tensor behind a tensor of a transform; for `vmap`, it holds all samples."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
-
-
-def differentiable(tensor: Tensor) -> Tensor | None:
-    """Return the tensor, or the tensor behind it, whose hooks receive a gradient, if any."""
-    found = tensor if tensor.requires_grad else unwrapped(tensor)
-    return found if found.requires_grad else None
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -10,16 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.callbacks._step.batches import (
-    differentiable,
-    outside_transforms,
-    tensors_in,
-    unwrapped,
-)
+from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.functions import FunctionMode
 from lightning_mp.callbacks._step.sampling import merge_rows, pack_stats
 from lightning_mp.numerics.floats import VALUE_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import StatField
+from lightning_mp.numerics.transforms import differentiable, outside_transforms, unwrapped
 
 __all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules"]
 

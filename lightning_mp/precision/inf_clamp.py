@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp._nested import map_tensors, map_values, open_container
+from lightning_mp.numerics.transforms import outside_transforms, unwrapped
 from lightning_mp.precision._choice.module_selection import as_written, find_modules
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
@@ -151,7 +152,14 @@ class _Counter:
     def __init__(self, start: int, device: torch.device) -> None:
         self.value = torch.tensor(start, dtype=torch.int64, device=device)
 
-    def add(self, is_over: Tensor) -> None:
+    def count(self, is_over: Tensor) -> None:
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+            self._add(is_over)
+        else:
+            with outside_transforms():
+                self._add(unwrapped(is_over))
+
+    def _add(self, is_over: Tensor) -> None:
         if self.value.device != is_over.device:
             # A tensor created in inference mode could not be modified in later training.
             with torch.inference_mode(False):
@@ -199,7 +207,7 @@ class _Clamp:
         values = tensor.detach()  # otherwise autograd would save them for the backward of `abs`
         is_over = values.abs() > top  # False for NaN
         if self.counter is not None and not _is_repeated():
-            self.counter.add(is_over)
+            self.counter.count(is_over)
         # The replacement must stay finite in the dropout that follows.
         limited = values.clamp(-min(self.value, top), min(self.value, top))
         if self.gradient == "straight_through":

@@ -161,6 +161,16 @@ def feed(spreads: list[float], ranks: list[float] | None = None) -> list[tuple[i
     ]
 
 
+def test_tower_inside_vmap_is_not_measured() -> None:
+    class Ensemble(Clip):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return torch.vmap(self.image)(batch.view(2, -1, 8)).square().mean()
+
+    monitor = RepresentationMonitor(modules=["image"], every_n_steps=1)
+    make_trainer(callbacks=monitor).fit(Ensemble(ContrastiveLoss()))
+    assert not monitor.history.curves
+
+
 def test_collapse_needs_two_samples() -> None:
     assert feed([0.9, 0.8, 0.05, 0.7, 0.05, 0.04]) == [(5, "feature_collapse")]
 

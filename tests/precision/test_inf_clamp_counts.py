@@ -55,6 +55,17 @@ def test_counts_continue_in_training_after_a_first_forward_in_inference_mode() -
     assert clamp.counts().tolist() == [2 * count for count in one]
 
 
+@pytest.mark.parametrize("gradient", ["zero", "straight_through"])
+def test_values_inside_transforms_are_counted(gradient: str) -> None:
+    model, x = overflowing(), batch()
+    clamp = InfClamp(["Linear"], gradient=gradient).attach(model)
+    one = clamped_once(model, clamp)
+    torch.vmap(model)(x).sum().backward()
+    assert clamp.counts().tolist() == [2 * count for count in one]
+    torch.func.grad(lambda x: model(x).sum())(x)
+    assert clamp.counts().tolist() == [3 * count for count in one]
+
+
 class _Elsewhere:
     """A count that looks as if it were on another device."""
 
