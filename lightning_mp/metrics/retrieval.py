@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 from torchmetrics.utilities import rank_zero_warn
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -19,6 +18,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.metrics._checks import TOP_K, check_features, check_ids, check_value
 from lightning_mp.metrics._repeats import with_keys, without_repeats
+from lightning_mp.metrics._stored_rows import StoredRows
 from lightning_mp.metrics._tiled_ranks import retrieval_ranks
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
@@ -28,7 +28,7 @@ _DIRECTIONS = ("image_to_text", "text_to_image")
 
 
 @explains_arguments(checks={"top_k": TOP_K, "workspace_bytes": "[1, inf)"})
-class ContrastiveRecall(Metric):
+class ContrastiveRecall(StoredRows):
     r"""Recall@k and ranks of image-text retrieval, exact over all processes, in O(N) memory.
 
     A dense N x M similarity matrix takes 32 GB in fp32 for 40,000 images and 200,000 texts; this
@@ -123,33 +123,6 @@ class ContrastiveRecall(Metric):
             device = image_features.device
             self.image_ids.append(with_keys(image_ids, image_keys, device))
             self.text_ids.append(with_keys(text_ids, text_keys, device))
-
-    def compute(self) -> dict[str, Tensor] | Tensor:
-        """Return recalls and ranks over all batches since `reset()` and over all processes."""
-        try:
-            values = self._compute()
-            return values if self.value is None else values[self.value]
-        except Exception:
-            # torchmetrics (1.9) would keep the synced state, and every later compute() would fail.
-            if self._is_synced and self._should_unsync:
-                self.unsync()
-            raise
-
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor] | Tensor:
-        """Add a batch and return the values of this batch alone."""
-        # torchmetrics clears the state before the update, so check first with the full state, and
-        # restore the state after an error.
-        self._check(*args, **kwargs)
-        before = {**self.__dict__, **self._copy_state_dict()}
-        try:
-            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
-        except Exception:
-            self.__dict__.update(before)
-            raise
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Plot one or several results of `compute()`, or the current result; see torchmetrics."""
-        return self._plot(val, ax)
 
     def _compute(self) -> dict[str, Tensor]:
         # A state is an empty list if no rank has seen a batch.
@@ -254,12 +227,6 @@ class ContrastiveRecall(Metric):
                     "`text_ids`, too."
                 )
             check_ids(name, f"{modality}_keys", keys, len(ids))
-
-    def _copy_state_dict(self) -> dict[str, Tensor | list[Any]]:
-        # torchmetrics copies every tensor in each `forward()`, O(N^2) copies over an epoch. Stored
-        # tensors are never changed in place, so copies of the lists suffice.
-        states = {name: getattr(self, name) for name in self._defaults}
-        return {k: v if isinstance(v, Tensor) else list(v) for k, v in states.items()}
 
     def _sync_dist(
         self,

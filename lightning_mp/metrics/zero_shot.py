@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp.metrics._checks import TOP_K, check_ids, check_rows, check_value
 from lightning_mp.metrics._repeats import with_keys, without_repeats
+from lightning_mp.metrics._stored_rows import StoredRows
 from lightning_mp.metrics._tiled_ranks import unit_rows
 from lightning_mp.numerics.floats import sum_rounding
 
@@ -29,7 +29,7 @@ __all__ = ["ZeroShotAccuracy"]
         "workspace_bytes": "[1, inf)",
     }
 )
-class ZeroShotAccuracy(Metric):
+class ZeroShotAccuracy(StoredRows):
     r"""Top-k accuracy of zero-shot classification with text prompts, without a trained head.
 
     CLIP models are compared by this metric, as in Table 3 of the Inf-CL paper (74.9% on ImageNet,
@@ -77,6 +77,7 @@ class ZeroShotAccuracy(Metric):
 
     ranks: list[Tensor]
     keys: list[Tensor]
+    prompts: Tensor  # a checksum of the weights of classes
 
     def __init__(
         self,
@@ -97,14 +98,17 @@ class ZeroShotAccuracy(Metric):
         self._sums_CD: Tensor | None = None
         self._counts_C: Tensor | None = None
         self._classes_CD: Tensor | None = None
+        self._checksum = torch.tensor(0.0)  # of the weights of classes
         self._keeps_prompts = False
         self.add_state("ranks", default=[], dist_reduce_fx="cat")
         self.add_state("keys", default=[], dist_reduce_fx="cat")
+        self.add_state("prompts", default=torch.tensor(-torch.inf), dist_reduce_fx="max")
 
     @torch.no_grad()
     def update_prompts(self, text_features: Tensor, class_ids: Tensor) -> None:
         """Add prompts to their classes."""
-        self._check("text_features", text_features, class_ids=class_ids)
+        check_rows(type(self).__name__, "text_features", text_features)
+        check_ids(type(self).__name__, "class_ids", class_ids, len(text_features))
         low, high = class_ids.aminmax() if len(class_ids) else (0, 0)
         if low < 0 or high >= self.num_classes:
             raise ValueError(
@@ -130,7 +134,7 @@ class ZeroShotAccuracy(Metric):
     @torch.no_grad()
     def update(self, image_features: Tensor, target: Tensor, keys: Tensor | None = None) -> None:
         """Add images with their classes."""
-        self._check("image_features", image_features, target=target, keys=keys)
+        self._check(image_features, target, keys)
         classes_CD = self._classes()
         target = target.to(image_features.device, torch.int64)
         rows = max(1, self.workspace_bytes // (4 * self.num_classes * classes_CD.itemsize))
@@ -138,6 +142,7 @@ class ZeroShotAccuracy(Metric):
         with torch.autocast(image_features.device.type, enabled=False):
             batches = zip(image_features.split(rows), target.split(rows), strict=True)
             parts = [_ranks(image_nD, classes_CD, target_n) for image_nD, target_n in batches]
+        self.prompts = self._checksum
         if parts:
             self.ranks.append(torch.cat(parts))
             self.keys.append(with_keys(target, keys, target.device))
@@ -157,8 +162,7 @@ class ZeroShotAccuracy(Metric):
         if not self._keeps_prompts:
             self._sums_CD = self._counts_C = self._classes_CD = None
 
-    def compute(self) -> dict[str, Tensor] | Tensor:
-        """Return the accuracies over all images since `reset()` and over all processes."""
+    def _compute(self) -> dict[str, Tensor]:
         ranks_N = dim_zero_cat(self.ranks) if len(self.ranks) else torch.empty(0)
         if not len(ranks_N):
             raise RuntimeError(
@@ -177,17 +181,20 @@ class ZeroShotAccuracy(Metric):
             f"top{k}": (ranks_N <= min(k, self.num_classes)).float().mean() for k in self.top_k
         }
         values["images"] = ranks_N.new_tensor(float(len(ranks_N)))
-        return values if self.value is None else values[self.value]
+        return values
 
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Plot one or several results of `compute()`, or the current result; see torchmetrics."""
-        return self._plot(val, ax)
-
-    def _check(self, name: str, features: Tensor, **ids: Tensor | None) -> None:
-        check_rows(type(self).__name__, name, features)
-        for other, values in ids.items():
-            if values is not None:
-                check_ids(type(self).__name__, other, values, len(features))
+    def _check(self, image_features: Tensor, target: Tensor, keys: Tensor | None = None) -> None:
+        name = type(self).__name__
+        check_rows(name, "image_features", image_features)
+        check_ids(name, "target", target, len(image_features))
+        if keys is not None:
+            check_ids(name, "keys", keys, len(image_features))
+        width = self._classes().shape[1]
+        if image_features.shape[1] != width:
+            raise ValueError(
+                f"Passed `image_features` of width {image_features.shape[1]} after prompts of "
+                f"width {width}. `{name}` needs images and prompts of one width: project both."
+            )
 
     def _classes(self) -> Tensor:
         if self._classes_CD is None:
@@ -201,6 +208,10 @@ class ZeroShotAccuracy(Metric):
                 )
             # Normalized sums equal normalized means.
             self._classes_CD = unit_rows(self._sums_CD)[0]
+            # A `MetricCollection` lets one metric update for others of equal states. Ranks of other
+            # prompts may be equal for one batch, so the weights are part of the state.
+            flat = self._classes_CD.float().flatten()
+            self._checksum = flat @ torch.arange(1.0, len(flat) + 1, device=flat.device).sin_()
         return self._classes_CD
 
     def _sync_dist(self, *args: Any, **kwargs: Any) -> None:

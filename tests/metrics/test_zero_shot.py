@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MetricTracker
+from torchmetrics import MetricCollection, MetricTracker
 
 from lightning_mp import ZeroShotAccuracy
 from tests.processes import run_ranks
@@ -195,3 +195,53 @@ def test_target_out_of_range_raises_in_compute() -> None:
     metric.update(torch.eye(3), torch.tensor([0, 1, 3]))
     with pytest.raises(ValueError, match=r"1 values of `target` outside of \[0, 3\), such as 3"):
         metric.compute()
+
+
+@pytest.mark.parametrize(
+    ("width", "target", "said"), [(3, [0, 1, 9], "outside of"), (4, [0, 1, 2], "of one width")]
+)
+def test_forward_that_raises_leaves_images_and_prompts(
+    width: int, target: list[int], said: str
+) -> None:
+    accuracy = ZeroShotAccuracy(num_classes=3, top_k=(1,), value="top1")
+    accuracy.update_prompts(torch.eye(3), torch.arange(3))
+    accuracy.update(torch.eye(3), torch.tensor([0, 1, 1]))
+    with pytest.raises(ValueError, match=said):
+        accuracy(torch.eye(4)[:3, :width], torch.tensor(target))
+    accuracy.update(torch.eye(3), torch.arange(3))
+    assert float(accuracy.compute()) == pytest.approx(5 / 6)
+
+
+def test_metrics_of_a_collection_share_ranks_only_of_equal_prompts() -> None:
+    def made(third: Tensor) -> ZeroShotAccuracy:
+        accuracy = ZeroShotAccuracy(num_classes=3, top_k=(1,), value="top1")
+        accuracy.update_prompts(torch.stack([*torch.eye(3)[:2], third]), torch.arange(3))
+        return accuracy
+
+    right, wrong = torch.eye(3)[2], -torch.eye(3)[1]
+    metrics = {"right": made(right), "same": made(right), "wrong": made(wrong)}
+    collection = MetricCollection(metrics)  # type: ignore[arg-type]
+    # All models are right about the first two classes, which make up the first batch.
+    collection.update(torch.eye(3)[:2], torch.arange(2))
+    collection.update(torch.eye(3)[2:], torch.tensor([2]))
+    found = {name: float(value) for name, value in collection.compute().items()}
+    assert found == pytest.approx({"right": 1.0, "same": 1.0, "wrong": 2 / 3})
+    assert sorted(map(len, collection.compute_groups.values())) == [1, 2]
+
+
+def _recovers_on_rank(rank: int) -> list[str]:
+    accuracy = ZeroShotAccuracy(num_classes=3, top_k=(1,))
+    accuracy.update_prompts(torch.eye(3), torch.arange(3))
+    accuracy.update(torch.eye(3), torch.tensor([0, 1, 7]))
+    said = []
+    for _ in range(2):
+        try:
+            accuracy.compute()
+        except Exception as error:
+            said.append(str(error)[:20])
+    return [*said, str(len(accuracy.ranks))]
+
+
+@pytest.mark.distributed
+def test_two_ranks_that_cannot_compute_keep_their_own_state() -> None:
+    assert run_ranks(_recovers_on_rank, 2) == [["Passed 2 values of `"] * 2 + ["1"]] * 2
