@@ -85,7 +85,9 @@ class Runs:
         self.scale = float(loss_scale_of(trainer) or 1.0)  # the current loss scale
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        return ((path, each) for path, each in self.module.named_modules() if path)
+        named = self.module.named_modules()
+        # TorchScript accepts no hooks.
+        return ((n, m) for n, m in named if n and not isinstance(m, torch.jit.ScriptModule))
 
     def is_most(self, path: str) -> bool:
         """Return whether a module has more than half of the model's parameters."""

@@ -138,7 +138,8 @@ def eager_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
     # `torch.compile` would trace hooks of compiled modules. `OptimizedModule` itself runs eagerly;
     # a module that is compiled in place, or whose `training_step` is compiled, does not.
     is_whole = getattr(root, "_compiler_ctx", None) is not None  # set by Lightning
-    if is_whole or root._compiled_call_impl is not None:
+    is_script = isinstance(root, torch.jit.ScriptModule)  # accepts no hooks
+    if is_whole or is_script or root._compiled_call_impl is not None:
         return
     yield path.rstrip("."), root
     if not hasattr(root, "_orig_mod"):

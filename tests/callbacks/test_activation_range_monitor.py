@@ -225,6 +225,16 @@ def test_module_compiled_in_place_gets_no_hooks() -> None:
     assert watcher.history.maps["activation_headroom_bits"]["names"] == ["network.1"]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_torchscript_gets_no_hooks() -> None:
+    def scripted() -> nn.Module:
+        return nn.Sequential(torch.jit.script(perceptron()), nn.Identity())
+
+    watcher = monitor()
+    watch(Watched(scripted, still, steps=2), [watcher])
+    assert watcher.history.maps["activation_headroom_bits"]["names"] == ["network.1"]
+
+
 class Block(nn.Module):
     """Scales a residual stream by a buffer, adds 0, and applies a mask of -inf."""
 

@@ -128,6 +128,16 @@ def test_compiled_module_is_compared_in_eager_mode() -> None:
     assert "Compiled modules were compared in eager mode." in callback.text
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_weak_module_beside_torchscript_is_named() -> None:
+    model = make_words("cancellation")
+    model.head = torch.jit.script(model.head)
+    result = run_preflight(model, "BalancedAMP fp16").result
+    assert result is not None
+    assert result.remedy.fp32_modules == ("blocks.1.weak",)
+    assert "head" not in [error.path for error in result.modules]
+
+
 @pytest.mark.parametrize("name", ["BalancedAMP fp16", "PureFP16 fp16"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_weak_module_in_a_checkpointed_block_is_named(use_reentrant: bool, name: str) -> None:
