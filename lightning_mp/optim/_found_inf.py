@@ -22,7 +22,9 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     """Return whether the next step reads `optimizer.found_inf`, as torch's fused steps do."""
     if isinstance(optimizer, SafeAdamW):
         return True
-    return takes_grad_scale(optimizer) and not _starts_momentum(optimizer)
+    # A loaded state may set `fused=False` in groups of an optimizer that was created as fused.
+    is_fused = all(group.get("fused", True) for group in optimizer.param_groups)
+    return takes_grad_scale(optimizer) and is_fused and not _starts_momentum(optimizer)
 
 
 def _starts_momentum(optimizer: Optimizer) -> bool:

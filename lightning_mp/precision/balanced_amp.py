@@ -125,9 +125,16 @@ class BalancedAMP(ScaledPrecision):
         self._undo.callback(self.inf_clamp.remove)
         return module
 
-    def _keep_fp32(self, module: nn.Module) -> dict[str, nn.Module]:
+    @override
+    def _take_new(self) -> None:
+        if self._ledger.root is not None:
+            # The new modules may replace one of `fp32_modules`, or the last one of its name.
+            kept = self._keep_fp32(self._ledger.root, strict=False)
+            self._working.keep(kept.values())
+
+    def _keep_fp32(self, module: nn.Module, *, strict: bool = True) -> dict[str, nn.Module]:
         """Return the modules that keep fp32 weights, and make all but norms compute in fp32."""
-        kept = select_modules(module, self.fp32_modules)
+        kept = select_modules(module, self.fp32_modules, strict=strict)
         # Norms are handled by the op policy and return the dtype of their input.
         norms = set(select_norms(module).values())
         islands = {n: m for n, m in kept.items() if m not in norms}

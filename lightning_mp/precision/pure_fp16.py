@@ -110,31 +110,19 @@ class PureFP16(ScaledPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         super().convert_module(module)
-        islands = select_modules(module, self.fp32_modules)
-        norms = (m for m in module.modules() if isinstance(m, _NormBase))
-        # Half parametrizations would round twice, and orthogonal parametrizations diverge.
-        lists = (m for m in module.modules() if isinstance(m, ParametrizationList))
-        made = {inner for each in lists for inner in each.modules()}
-        kept = {*islands.values(), *(m for m in norms if m.running_mean is not None), *made}
+        self._kept = set()
+        self._keep_fp32(module)
         trainer: Any = module._trainer
         # Evaluation changes no weight, so modules that cannot be trained are allowed.
         is_trained = trainer.state.fn == "fit"
-        check_modules(module, kept, is_trained=is_trained)
+        check_modules(module, self._kept, is_trained=is_trained)
         if is_trained:
             check_callbacks(trainer.callbacks)
-        self._kept = kept
-        self._weights.convert(module, kept)
+        self._weights.convert(module, self._kept)
         self._undo.callback(self._weights.release)
-        # If no activation can become fp32, the mode that casts to half is not needed.
-        self._has_fp32_inside = bool(made) or any(
-            buffer.dtype == torch.float32 and buffer.dim() > 0  # 0-d tensors do not promote
-            for owner in module.modules()
-            if owner not in kept
-            for buffer in owner.buffers(recurse=False)
-        )
-        cast_at_borders(outermost(islands), torch.float32, self.half_dtype, self._undo)
         # Recurrent layers compare the dtypes of inputs and weights before they call torch.
-        recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase) and m not in kept]
+        recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+        recurrent = [m for m in recurrent if m not in self._kept]
         cast_at_borders(recurrent, self.half_dtype, self.half_dtype, self._undo)
         for each in module.modules():
             if isinstance(each, _HasDtype):  # the `dtype` property of Lightning modules
@@ -144,19 +132,38 @@ class PureFP16(ScaledPrecision):
         self._undo.callback(self.inf_clamp.remove)
         return module
 
+    def _keep_fp32(self, module: nn.Module, *, strict: bool = True) -> None:
+        """Select the modules that stay in fp32, and cast inputs and outputs of `fp32_modules`."""
+        islands = select_modules(module, self.fp32_modules, strict=strict)
+        norms = (m for m in module.modules() if isinstance(m, _NormBase))
+        # Half parametrizations would round twice, and orthogonal parametrizations diverge.
+        lists = (m for m in module.modules() if isinstance(m, ParametrizationList))
+        made = {inner for each in lists for inner in each.modules()}
+        new = [each for each in outermost(islands) if each not in self._kept]
+        cast_at_borders(new, torch.float32, self.half_dtype, self._undo)
+        self._kept |= {*islands.values(), *(m for m in norms if m.running_mean is not None), *made}
+        # If no activation can become fp32, the mode that casts to half is not needed.
+        self._has_fp32_inside = bool(made) or any(
+            buffer.dtype == torch.float32 and buffer.dim() > 0  # 0-d tensors do not promote
+            for owner in module.modules()
+            if owner not in self._kept
+            for buffer in owner.buffers(recurse=False)
+        )
+
     @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        for optimizer in optimizers:
-            check_steps_alone(optimizer)
         # DDP broadcasts only weights; the residuals must match the weights of rank 0.
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._weights.broadcast()
-        result = super().connect(model, optimizers, lr_schedulers)
-        for optimizer in optimizers:
-            self._weights.attach(optimizer)
-        return result
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def _take_optimizer(self, optimizer: Optimizer) -> None:
+        check_steps_alone(optimizer)
+        super()._take_optimizer(optimizer)
+        self._weights.attach(optimizer)
 
     def exposed(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Temporarily replace half weights by fp32 weights that can be read and written.
@@ -207,6 +214,7 @@ class PureFP16(ScaledPrecision):
     def _take_new(self) -> None:
         model = self._ledger.root
         if model is not None:
+            self._keep_fp32(model, strict=False)
             self._weights.convert(model, self._kept)
             self._is_compiled = any(is_compiled(each) for each in model.modules())
 

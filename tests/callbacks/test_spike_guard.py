@@ -100,6 +100,18 @@ def test_first_step_of_fused_sgd_is_skipped_before_a_momentum_exists(
     assert recorder.global_steps[-1] == 5
 
 
+def test_step_of_a_fused_optimizer_with_the_state_of_another_is_skipped(tmp_path: Path) -> None:
+    class Loads(PlantedModel):
+        def on_train_start(self) -> None:
+            plain = AdamW(PlantedModel().parameters(), lr=3e-3)
+            self.optimizer.load_state_dict(plain.state_dict())  # with `fused=None`
+
+    recorder = StepRecorder()
+    model = Loads({2: "nan"}, OPTIMIZERS["fused adamw"])
+    fit(model, make_batches(4), quick(action="skip"), recorder, default_root_dir=tmp_path)
+    assert recorder.moved == [True, True, False, True]
+
+
 @pytest.mark.slow
 def test_warn_by_default_changes_no_weight(tmp_path: Path) -> None:
     def train(*callbacks: pl.Callback) -> PlantedModel:

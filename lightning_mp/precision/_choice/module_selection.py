@@ -26,15 +26,21 @@ _NORM_NAMES = [
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+def select_modules(
+    root: nn.Module, names: Sequence[str], *, strict: bool = True
+) -> dict[str, nn.Module]:
     """Return the modules selected by `names`, including their submodules, by dotted path.
 
     A name is "norm" (all normalization layers, possibly none, and a submodule `norm`), the name of
     a class or base class ("LayerNorm", "MyBlock"), or a dotted path relative to `root`. An unknown
-    name raises `ValueError`. A shared module is returned under its first path.
+    name raises `ValueError`, unless `strict` is false. A shared module is returned under its first
+    path.
     """
     chosen = {
-        inner for name in names for module in find_modules(root, name) for inner in module.modules()
+        inner
+        for name in names
+        for module in find_modules(root, name, strict=strict)
+        for inner in module.modules()
     }
     return {path: module for path, module in root.named_modules() if module in chosen}
 
@@ -45,7 +51,7 @@ def select_norms(root: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in root.named_modules() if module in chosen}
 
 
-def find_modules(root: nn.Module, name: str) -> list[nn.Module]:
+def find_modules(root: nn.Module, name: str, *, strict: bool = True) -> list[nn.Module]:
     """Return the modules selected by one name, without their submodules."""
     if name == "norm":
         named = [module for path, module in root.named_children() if path == "norm"]
@@ -54,7 +60,7 @@ def find_modules(root: nn.Module, name: str) -> list[nn.Module]:
     # With duplicates, because a shared module may be named by any of its paths.
     paths = [(as_written(path), m) for path, m in root.named_modules(remove_duplicate=False)]
     found += [module for path, module in paths if path == name and name][:1]
-    if not found:
+    if not found and strict:
         raise ValueError(_unknown(root, [path for path, _ in paths], name))
     return found
 

@@ -19,8 +19,7 @@ from lightning_mp._arguments import refuse_values
 from lightning_mp._foreign import ForLightning
 from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.optim._found_inf import found_inf_of, skips_on_gpu
-from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
-from lightning_mp.precision._scaling.step_control import HeldSchedule, hold_global_step
+from lightning_mp.precision._scaling.step_control import held, hold_global_step
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
 from lightning_mp.precision._weights.ledger import Ledger, check_optimizer
 from lightning_mp.precision.inf_clamp import InfClamp
@@ -119,31 +118,30 @@ class ScaledPrecision(Precision, ForLightning):
         self._ledger.watch(self, bare, optimizers, self._undo)
         if isinstance(model, DistributedDataParallel):
             self._reduce(model)
-        runs_closures = self.scaler is None and self._steps_in_place
         for optimizer in optimizers:
-            check_optimizer(self, optimizer, runs_closures=runs_closures)
-            self._guard_epsilon(optimizer)
-        held = [HeldSchedule(config, self._was_skipped) for config in lr_schedulers]
-        return model, optimizers, held
+            self._take_optimizer(optimizer)
+        return model, optimizers, held(lr_schedulers, self._was_skipped)
+
+    def _take_optimizer(self, optimizer: Optimizer) -> None:
+        """Check and prepare an optimizer before its first step."""
+        runs_closures = self.scaler is None and self._steps_in_place
+        check_optimizer(self, optimizer, runs_closures=runs_closures)
+        self._ledger.guard_epsilon(optimizer, self.adam_epsilon, self._half_weights, self._undo)
+
+    def _follow_strategy(self) -> None:
+        """Prepare optimizers and schedules that have replaced others, as by `setup_optimizers`."""
+        root: Any = self._ledger.root
+        if root is not None:
+            strategy = root.trainer.strategy
+            for optimizer in self._ledger.follow(strategy.optimizers):
+                self._take_optimizer(optimizer)
+            strategy.lr_scheduler_configs = held(strategy.lr_scheduler_configs, self._was_skipped)
 
     def _reduce(self, model: DistributedDataParallel) -> None:
         """Register a DDP hook that averages gradients in `reduce_dtype`, unless DDP has a hook."""
         if self.reduce_dtype == "half" and not model._comm_hooks:
             compress = getattr(default_hooks, f"{self.half}_compress_hook")
             model.register_comm_hook(model.process_group, compress)
-
-    def _guard_epsilon(self, optimizer: Optimizer) -> None:
-        try:
-            handles = guard_adam_epsilon(
-                optimizer,
-                self.adam_epsilon,
-                ignore=self._half_weights,
-                name_of=self._ledger.name_of,
-            )
-        except ValueError as error:
-            raise MisconfigurationException(str(error)) from error
-        for handle in handles:
-            self._undo.callback(handle.remove)
 
     _half_weights: Container[Tensor] = ()
     """Half parameters that the plugin steps in fp32; optimizers must not step them directly."""
@@ -188,6 +186,8 @@ class ScaledPrecision(Precision, ForLightning):
     def train_step_context(self) -> Generator[None, None, None]:
         is_inner, self._in_step = self._in_step, True  # `InfCLStrategy` replays towers in a step
         try:
+            if not is_inner:
+                self._follow_strategy()
             with super().train_step_context():
                 yield
         finally:

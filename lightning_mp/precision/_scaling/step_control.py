@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["HeldSchedule", "hold_global_step"]
+__all__ = ["HeldSchedule", "held", "hold_global_step"]
 
 
 class HeldSchedule(LRSchedulerConfig):
@@ -34,6 +34,13 @@ class HeldSchedule(LRSchedulerConfig):
     @frequency.setter
     def frequency(self, value: int) -> None:
         self._frequency = value
+
+
+def held(
+    configs: Iterable[LRSchedulerConfig], is_held: Callable[[], bool]
+) -> list[LRSchedulerConfig]:
+    """Return configurations of schedules that do not advance while `is_held`."""
+    return [c if isinstance(c, HeldSchedule) else HeldSchedule(c, is_held) for c in configs]
 
 
 def hold_global_step(model: "pl.LightningModule") -> None:

@@ -83,6 +83,8 @@ class HalfWeights:
     def _residual_of(self, parameter: nn.Parameter) -> Tensor | None:
         entry = self._ledger.open(parameter)
         residual: Tensor | None = entry.beside
+        if residual is not None and residual.shape != parameter.shape:
+            residual = None  # the weight was resized by `p.data = ...`
         if residual is None and parameter.requires_grad and self.write_back == "kahan":
             with torch.inference_mode(False):
                 residual = torch.zeros_like(parameter, requires_grad=False)

@@ -9,7 +9,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -26,6 +26,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.optim.swa_utils import AveragedModel
+
+from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
 
 __all__ = [
     "Entry",
@@ -127,6 +129,26 @@ class Ledger:
             torch_module.register_module_parameter_registration_hook(changed),
             torch_module.register_module_module_registration_hook(changed),
         ):
+            undo.callback(handle.remove)
+
+    def follow(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Replace the optimizers of the run; return those that are new."""
+        known, self.optimizers = self.optimizers, list(optimizers)
+        return [each for each in optimizers if each not in known]
+
+    def guard_epsilon(
+        self,
+        optimizer: Optimizer,
+        epsilon: float | Literal["auto", "keep"],
+        ignore: Container[Tensor],
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Check or replace the epsilon of an optimizer, see `guard_adam_epsilon`."""
+        try:
+            handles = guard_adam_epsilon(optimizer, epsilon, ignore=ignore, name_of=self.name_of)
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
+        for handle in handles:
             undo.callback(handle.remove)
 
     def _forget(self) -> None:

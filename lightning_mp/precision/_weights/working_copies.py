@@ -118,6 +118,10 @@ class WorkingCopies:
                 self._undo.callback(setattr, module, "_compiled_call_impl", call)
                 module._compiled_call_impl = functools.partial(self._whole, module, call)
 
+    def keep(self, modules: Iterable[nn.Module]) -> None:
+        """Let further modules compute with their fp32 weights."""
+        self._kept.update(modules)
+
     def release(self) -> None:
         """Restore the `forward` of all modules, and drop the copies."""
         self._is_attached = False

@@ -1,0 +1,169 @@
+"""Optimizers, schedules, layers and weights that are replaced during training."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16, SafeAdamW
+from tests.precision.models import Regression, fit, loader, parameters_of, relative
+
+SCALE = LossScaleConfig(init_scale=2.0**10)
+# A step of a half weight is rounded by 2^-11 or 2^-8; the runs take 8 steps.
+BOUND = {torch.float16: 2**-7, torch.bfloat16: 2**-4}
+plugins = pytest.mark.parametrize(
+    "make_plugin",
+    [
+        lambda: BalancedAMP(loss_scale=SCALE),
+        lambda: BalancedAMP(half="bf16"),
+        lambda: PureFP16(loss_scale=SCALE),
+        lambda: PureFP16(half="bf16"),
+    ],
+    ids=["BalancedAMP-fp16", "BalancedAMP-bf16", "PureFP16-fp16", "PureFP16-bf16"],
+)
+
+
+def trained_as_in_fp32(make_model: Callable[[], Regression], plugin: Any) -> Regression:
+    """Return a model that has trained under a plugin, after a comparison with fp32."""
+    plain, model = make_model(), make_model()
+    start = parameters_of(plain)
+    fit(plain, None, loader(8))
+    fit(model, plugin, loader(8))
+    if len(start) != len(parameters_of(plain)):  # a layer has grown
+        start = plain.start
+    assert relative(model, plain, start) < BOUND[plugin.half_dtype]
+    return model
+
+
+class _Edited(Regression):
+    """Calls `edit` after the third batch."""
+
+    start: Tensor
+
+    def edit(self) -> None: ...
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if len(self.losses) == 3:
+            torch.manual_seed(1)
+            self.edit()
+            self.start = parameters_of(self)
+
+
+# --- optimizers and schedules --------------------------------------------------------------------
+
+
+class _NewHead(_Edited):
+    def edit(self) -> None:
+        self.network[3] = nn.Linear(16, 1)
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class _NewOptimizers(_Edited):
+    def edit(self) -> None:
+        self.network[3] = nn.Linear(16, 1)
+        self.trainer.optimizers = [self.configure_optimizers()]
+
+
+@plugins
+@pytest.mark.parametrize("kind", [_NewHead, _NewOptimizers])
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: SafeAdamW(p, lr=1e-2, eps=1e-3)],
+    ids=["SGD", "SafeAdamW"],
+)
+def test_layer_replaced_with_new_optimizers_trains_as_in_fp32(
+    make_plugin: Any, kind: type[_Edited], optimizer: Any
+) -> None:
+    trained_as_in_fp32(lambda: kind(make_optimizer=optimizer), make_plugin())
+
+
+@pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
+def test_new_schedules_wait_for_skipped_steps(make_plugin: Any) -> None:
+    class NewSchedules(_Edited):
+        def edit(self) -> None:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+    model = NewSchedules(interval="step", bad_batches=[4, 5])
+    trainer = fit(model, make_plugin(loss_scale=SCALE), loader(8))
+    # Of the steps 3 to 7 of the new schedule, two are skipped.
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
+
+
+def test_epsilon_of_new_optimizers_is_checked() -> None:
+    class Replaces(_Edited):
+        def edit(self) -> None:
+            self.trainer.optimizers = [AdamW(self.parameters(), lr=1e-3, eps=1e-8)]
+
+    model = Replaces()
+    trainer = fit(model, BalancedAMP(adam_epsilon=1e-5), loader(8))
+    assert trainer.optimizers[0].param_groups[0]["eps"] == 1e-5
+
+
+# --- layers and weights --------------------------------------------------------------------------
+
+
+@plugins
+def test_batch_norm_added_in_training_trains_as_in_fp32(make_plugin: Any) -> None:
+    class Grows(_Edited):
+        def edit(self) -> None:
+            added = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 1))
+            self.network[3] = added
+            self.optimizers().param_groups[0]["params"] = list(self.parameters())
+
+    trained_as_in_fp32(Grows, make_plugin())
+
+
+@pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
+@pytest.mark.parametrize("name", ["network.3", "Linear"])
+def test_layer_that_replaces_a_module_of_fp32_modules_computes_in_fp32(
+    make_plugin: Any, name: str
+) -> None:
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    class Replaces(_Edited):
+        def edit(self) -> None:
+            self.network[3] = nn.Linear(16, 1)
+            self.network[3].register_forward_hook(self.note)
+            self.optimizers().param_groups[0]["params"] = list(self.parameters())
+
+        def note(self, head: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> None:
+            # 1 + 2^-14 is a number of fp32, but not of fp16.
+            with torch.no_grad():
+                fine = torch.full((1, 16), 1 + 2.0**-14, dtype=torch.float32)
+                product = head.forward(fine).double()
+            exact = head.weight.double().sum() * (1 + 2.0**-14) + head.bias.double()
+            seen.append(((product - exact).abs().item() < 1e-6, head.weight.dtype))
+
+    fit(Replaces(), make_plugin(loss_scale=SCALE, fp32_modules=["norm", name]), loader(8))
+    assert set(seen) == {(True, torch.float32)}
+
+
+def test_removed_module_of_fp32_modules_does_not_end_training() -> None:
+    class Removes(_Edited):
+        def edit(self) -> None:
+            self.network[1] = nn.Tanh()
+
+    for plugin in (BalancedAMP, PureFP16):
+        trained_as_in_fp32(Removes, plugin(loss_scale=SCALE, fp32_modules=["norm", "GELU"]))
+
+
+@plugins
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda p: SGD(p, lr=0.1), lambda p: SafeAdamW(p, lr=1e-2, eps=1e-3)],
+    ids=["SGD", "SafeAdamW"],
+)
+def test_weight_resized_through_data_trains_as_in_fp32(make_plugin: Any, optimizer: Any) -> None:
+    class Grows(_Edited):
+        def edit(self) -> None:
+            for name, dim in (("0.weight", 0), ("0.bias", 0), ("3.weight", 1)):
+                p = self.network.get_parameter(name)
+                p.data = torch.cat([p.data, 0.1 * torch.ones_like(p.data)], dim)
+                p.grad = None
+                self.optimizers().state.pop(p, None)
+            self.network[2] = nn.Identity()
+
+    trained_as_in_fp32(lambda: Grows(make_optimizer=optimizer), make_plugin())
