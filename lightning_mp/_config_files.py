@@ -18,19 +18,33 @@ def read_config(paths: str | Sequence[str]) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     for path in [paths] if isinstance(paths, str) else paths:
-        try:
-            settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(
-                f"Passed `--config {path}`, which is not valid YAML: {error}"
-            ) from None
+        settings = _read(Path(path))
         if not isinstance(settings, dict):
             raise ValueError(
                 f"Passed `--config {path}`, which holds no settings. It must be a YAML file as for "
                 "`lightning-mp fit --config`."
             )
-        merged = dict(_merged(merged, settings.get("fit", settings)))
+        settings = _with_files(settings.get("fit", settings), Path(path).parent)
+        merged = dict(_merged(merged, settings))
     return merged
+
+
+def _read(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"Passed `--config {path}`, which is not valid YAML: {error}") from None
+
+
+def _with_files(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Replace paths to files of a part, such as `trainer: trainer.yaml`, by the part."""
+    found = {}
+    for name, value in settings.items():
+        if isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
+            value = _read(folder / value)
+        is_trainer = name == "trainer" and isinstance(value, dict)
+        found[name] = _with_files(value, folder) if is_trainer else value
+    return found
 
 
 def _merged(old: Any, new: Any) -> Any:

@@ -12,7 +12,13 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from examples.glyph_clip.glyphs import TEST_FONTS, TRAIN_FONTS, GlyphTable, load_glyphs
+from examples.glyph_clip.glyphs import (
+    TEST_FONTS,
+    TRAIN_FONTS,
+    GlyphTable,
+    cache_glyphs,
+    load_glyphs,
+)
 from examples.glyph_clip.sampler import RowSampler, TwinFreeSampler
 
 Batch = dict[str, Tensor]
@@ -89,7 +95,7 @@ class GlyphData(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Render the glyphs, once per node and only if they are not cached."""
-        load_glyphs(self.cache_dir, progress=self.progress)
+        cache_glyphs(self.cache_dir, progress=self.progress)
 
     def setup(self, stage: str = "fit") -> None:
         # Lightning calls this for `fit` and again for `test`.

@@ -154,20 +154,24 @@ def _render_all(progress: bool) -> GlyphTable:
     )
 
 
-def load_glyphs(cache_dir: Path, *, progress: bool = True) -> GlyphTable:
-    """Render every glyph once; cache the result as uint8 in a compressed file."""
+def cache_glyphs(cache_dir: Path, *, progress: bool = True) -> Path:
+    """Render every glyph, unless a compressed file has them; return the path of this file."""
     # The file name contains what pixels depend on: another version of matplotlib (fonts),
     # Pillow (rasteriser) or Unicode (names) renders again.
     versions = f"mpl{matplotlib.__version__}_pil{PIL.__version__}_ucd{unicodedata.unidata_version}"
     drawing = f"{IMAGE_SIZE}px_em{EM_PIXELS}_base{BASELINE}_len{NAME_LENGTH}"
     path = cache_dir / f"glyphs_{drawing}_{versions}.npz"
-    if path.exists():
-        with np.load(path) as arrays:
-            return GlyphTable(**{field.name: arrays[field.name] for field in fields(GlyphTable)})
-    table = _render_all(progress)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    # Written to a temporary file and renamed, so that an interrupted run leaves no partial file.
-    partial = path.with_suffix(f".{os.getpid()}.partial.npz")
-    np.savez_compressed(partial, **{f.name: getattr(table, f.name) for f in fields(table)})
-    partial.replace(path)
-    return table
+    if not path.exists():
+        table = _render_all(progress)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        # Renamed when it is complete, so that an interrupted run leaves no partial file.
+        partial = path.with_suffix(f".{os.getpid()}.partial.npz")
+        np.savez_compressed(partial, **{f.name: getattr(table, f.name) for f in fields(table)})
+        partial.replace(path)
+    return path
+
+
+def load_glyphs(cache_dir: Path, *, progress: bool = True) -> GlyphTable:
+    """Return all glyphs as uint8, from the file of `cache_glyphs`."""
+    with np.load(cache_glyphs(cache_dir, progress=progress)) as arrays:
+        return GlyphTable(**{field.name: arrays[field.name] for field in fields(GlyphTable)})

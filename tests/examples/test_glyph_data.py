@@ -28,7 +28,12 @@ def test_cache_round_trip_is_exact_and_renders_once(glyph_cache, monkeypatch, tm
     renderings = iter([table])
     monkeypatch.setattr(glyphs, "_render_all", lambda progress: next(renderings))
     folder = tmp_path / "new"
-    assert load_glyphs(folder, progress=False) is table
+    data = GlyphData(cache_dir=str(folder), progress=False)
+    data.prepare_data()
+    # A cached file is not read before `setup`.
+    monkeypatch.setattr(np, "load", lambda path: pytest.fail(f"read {path}"))
+    data.prepare_data()
+    monkeypatch.undo()
     cached = load_glyphs(folder, progress=False)
     assert cached.images.dtype == cached.codes.dtype == np.uint8
     for field in fields(GlyphTable):

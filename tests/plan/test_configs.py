@@ -236,5 +236,26 @@ def test_workers_are_those_of_the_loader(
     assert " 0 workers each" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_parts_in_files_of_their_own_are_read(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {
+        "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "strategy.yaml"},
+        "strategy": {"class_path": "InfCLStrategy", "init_args": {"loader_batches_per_step": 3}},
+        "model": {"class_path": f"{__name__}.WithLoaderHere"},
+        "run": {"trainer": "trainer.yaml", "model": "model.yaml"},
+    }
+    for name, part in parts.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(part))
+    # Beside the config, as for `fit`, not in the working directory.
+    main([command, "--config", str(tmp_path / "run.yaml")])
+    printed = capsys.readouterr().out
+    assert ("Batch 288 on 2 rank(s), 144 each" if command == "plan" else "14 checks") in printed
+    (tmp_path / "model.yaml").unlink()
+    with pytest.raises(SystemExit, match=r"model\.yaml"):
+        main([command, "--config", str(tmp_path / "run.yaml")])
+
+
 class WithLoaderHere(WithLoader):
     """The model of `test_door` under a name of this module."""
