@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin as _HasDtype
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
@@ -205,7 +206,9 @@ class PureFP16(ScaledPrecision):
     def _prepare(self) -> None:
         super()._prepare()
         self._weights.settle()
-        if self._is_compiled and self._in_step:
+        # Compiled functions are not found in the model, but Dynamo counts the graphs of a process.
+        is_compiled = self._is_compiled or bool(counters["stats"]["unique_graphs"])
+        if self._in_step and is_compiled:
             # Dynamo refuses half weights with the fp32 gradients of the last step.
             self._unscaled.scale_again()
             self._weights.narrow_gradients()

@@ -66,6 +66,65 @@ def test_smaller_last_batch_compiles_to_one_graph_and_trains_as_in_eager_mode(
     assert relative(ends[1], ends[0], start) < {"fp16": 2**-7, "bf16": 2**-4}[half]
 
 
+class Method(Regression):
+    """Compiles a method of the LightningModule."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        if backend is not None:
+            self.loss = torch.compile(self.loss, backend=backend, fullgraph=True, dynamic=False)
+
+
+class Forward(Regression):
+    """Replaces `forward` of its network by a compiled function."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__(lambda: Whole(None))
+        if backend is not None:
+            self.network.forward = torch.compile(
+                self.network.forward, backend=backend, fullgraph=True, dynamic=False
+            )
+
+
+class Fused(nn.Linear):
+    """Passes its weights to a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(8, 16)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight, self.bias)
+
+
+class Function(Regression):
+    """Computes a layer with a compiled function."""
+
+    def __init__(self, backend: Any) -> None:
+        function: Any = torch.nn.functional.linear
+        if backend is not None:
+            function = torch.compile(
+                lambda *tensors: torch.nn.functional.linear(*tensors),
+                backend=backend,
+                fullgraph=True,
+                dynamic=False,
+            )
+        super().__init__(lambda: nn.Sequential(Fused(function), nn.GELU(), nn.Linear(16, 1)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that:UserWarning")
+@pytest.mark.parametrize("make", [Method, Forward, Function])
+def test_compiled_function_accepts_a_smaller_last_batch(make: Any) -> None:
+    ends, counter = [], CompileCounterWithBackend("aot_eager")
+    for backend in (None, counter):
+        model = make(backend)
+        start = parameters_of(model)
+        fit(model, PureFP16(), uneven(), max_epochs=2)
+        ends.append(model)
+    assert counter.frame_count == 2  # one graph for 16 samples and one for 5
+    assert relative(ends[1], ends[0], start) < 2**-7
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that:UserWarning")
 def test_equal_clamped_blocks_are_compiled_once() -> None:
     graphs = {}

@@ -1,6 +1,7 @@
 """Casts at the boundaries of modules that compute in another dtype than their surroundings."""
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -45,16 +46,32 @@ def replace_forward(
 ) -> None:
     """Replace `forward` on a module instance, and on its copies, until `undo`."""
     original = module.__dict__.get("forward")
-    module.__dict__["forward"] = types.MethodType(forward, module)
+    kind = type(module)
+    own = types.FunctionType(
+        _code_for(f"{kind.__module__}.{kind.__qualname__}.forward", forward.__code__),
+        forward.__globals__,
+        forward.__name__,  # pickle looks up this name
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    own.__dict__.update(forward.__dict__)
+    module.__dict__["forward"] = types.MethodType(own, module)
 
     def restore() -> None:
-        if getattr(module.__dict__.get("forward"), "__func__", None) is not forward:
+        if getattr(module.__dict__.get("forward"), "__func__", None) is not own:
             return  # another library has wrapped it since
         del module.__dict__["forward"]
         if original is not None:
             module.__dict__["forward"] = original
 
     undo.callback(restore)
+
+
+@functools.cache
+def _code_for(name: str, code: types.CodeType) -> types.CodeType:
+    # Dynamo compiles a code object at most eight times, and learns by its name which sizes change.
+    # The classes of a model must not share both, as none of them does without a plugin.
+    return code.replace(co_name=name)
 
 
 def _forward_in_fp32(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

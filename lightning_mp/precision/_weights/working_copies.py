@@ -170,6 +170,8 @@ class WorkingCopies:
         self, module: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run compiled code with the copies of all submodules, whose forwards are compiled in."""
+        if torch.compiler.is_compiling():  # inside a larger region, which is swapped as a whole
+            return call(*args, **kwargs)
         with self.in_place(*module.modules()):
             return call(*args, **kwargs)
 
