@@ -305,7 +305,10 @@ class InstabilityMonitor(Learning, pl.Callback):
         self.recorder.catch_up()
         raised = [[kind, tensor, step] for (kind, tensor), step in self._raised.items()]
         rates = [list(pair) for pair in self.recorder.highest_rates.items()]
-        state = {"history": self.history.to_dict(), "raised": raised, "highest_rates": rates}
+        located = self.recorder.located
+        state: dict[str, Any] = {"history": self.history.to_dict(), "raised": raised}
+        state["highest_rates"] = rates
+        state["located"] = None if located is None else dataclasses.asdict(located)
         state |= super().state_dict()
         return state | {name: rule.state_dict() for name, rule in self._rules().items()}
 
@@ -314,6 +317,8 @@ class InstabilityMonitor(Learning, pl.Callback):
         super().load_state_dict(state_dict)
         self.history = History.from_dict(state_dict["history"])
         self.recorder.highest_rates = dict(state_dict.get("highest_rates", {}))
+        located = state_dict.get("located")
+        self.recorder.located = None if located is None else Alarm(**located)
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
         for name, rule in self._rules().items():
             # Checkpoints of 0.1 store the state of rules among the attributes of the monitor.

@@ -68,7 +68,7 @@ class NonFiniteLocator(InstabilityMonitor):
         InstabilityError: With `action="raise"`, after the source was located.
     """
 
-    keeps = ("replays", "_skips")
+    keeps = ("replays", "_skips", "_newest_named")
 
     def __init__(
         self,
@@ -99,9 +99,13 @@ class NonFiniteLocator(InstabilityMonitor):
     # --- healthy steps ---------------------------------------------------------------------------
 
     @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._newest_named = None  # before a state is loaded
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
-        self._newest_named = None
         # Collected once, because the search visits all modules.
         self._generators = own_generators(pl_module)
         if self.action == "stop":

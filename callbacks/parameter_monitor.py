@@ -1,5 +1,6 @@
 """`ParameterMonitor`: warns of parameters that do not train, and of weights that explode."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.parameters import ParameterNumbers, ParameterRule
 from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
-from lightning_mp.callbacks._step.training_state import TrainingStep, norms_of, parameter_names
+from lightning_mp.callbacks._step.training_state import TrainingStep, norms_of
 from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.precision._weights.ledger import parameters_of
@@ -87,24 +89,30 @@ class ParameterMonitor(SamplingMonitor):
         vars(self).update(limits)
         self._rule = ParameterRule(**limits)
         self._waiting: dict[int, nn.Parameter] = {}  # parameters without a gradient so far
-        self._spare: dict[str, nn.Parameter] = {}  # parameters in no optimizer
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of optimizers so far
         self._before: dict[Optimizer, tuple[int, Tensor]] = {}  # completed steps, and values then
         self._frozen: list[str] = []  # frozen parameters that a note has counted
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        held = {id(p): p for each in trainer.optimizers for p in parameters_of(each)}
-        names = parameter_names(pl_module)
-        trained = [p for p in pl_module.parameters() if p.requires_grad]
-        self._waiting = dict(held)
-        self._spare = {names[id(p)]: p for p in trained if id(p) not in held}
+        self._waiting.clear()
+        self._known.clear()
         self._before.clear()
+        for optimizer in trainer.optimizers:
+            self._note_new(parameters_of(optimizer))
+
+    def _note_new(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait for the first gradients of new parameters, which may join at any time."""
+        new = [p for p in parameters if p not in self._known]
+        self._known.update(dict.fromkeys(new))
+        self._waiting |= {id(p): p for p in new}
 
     @override
     def observe(self, step: TrainingStep) -> Tensor | None:
+        held = [*parameters_of(step.optimizer)] if self.is_due(step.facts.step) else []
+        self._note_new(held)
         for key in [key for key, p in self._waiting.items() if p.grad is not None]:
             del self._waiting[key]
-        held = [*parameters_of(step.optimizer)] if self.is_due(step.facts.step) else []
         parameters = [p for p in held if p.requires_grad]
         if not parameters:
             return None
@@ -131,7 +139,7 @@ class ParameterMonitor(SamplingMonitor):
             # `AdamStateMonitor` watches the stagnation of half-precision weights.
             is_wide=[p.dtype.itemsize > 2 for p in parameters],
             rates=[rate if isinstance(rate, int | float) else None for rate in rates],
-            spare=[name for name, p in self._spare.items() if p.grad is not None],
+            spare=_spare(step),
             # Number of values of each frozen parameter.
             frozen={step.names.get(id(p), ""): p.numel() for p in held if not p.requires_grad},
         )
@@ -167,11 +175,14 @@ class ParameterMonitor(SamplingMonitor):
             )
             for at, name in enumerate(context["names"])
         ]
+        # A layer that was replaced leaves its parameters in the optimizer, without gradients.
+        named = zip(parameters, context["names"], strict=True)
+        held = [p for p, name in named if name or p.has_gradient]
         numels = np.maximum(sums_NK[:, _NUMEL], 1)
         trained = (numels * (sums_NK[:, _GRADIENT] > 0)).sum() / numels.sum()
         rms = np.sqrt(sums_NK[:, _SQUARES].sum() / numels.sum())
         self.record({"trained_share": float(trained), "weight_rms": float(rms)}, facts)
-        self.history.add_column("weight_rms", facts.step, {p.name: p.rms for p in parameters})
+        self.history.add_column("weight_rms", facts.step, {p.name: p.rms for p in held})
         verdicts, frozen = list[Verdict](), context["frozen"]
         if frozen.keys() - self._frozen:
             self._frozen = sorted(frozen.keys() | self._frozen)
@@ -180,7 +191,7 @@ class ParameterMonitor(SamplingMonitor):
             verdicts.append(note.given(count=len(frozen)))
         spare, strange = context["spare"], sum(not name for name in context["names"])
         if not spare:
-            return verdicts + self._rule.judge(facts.step, parameters)
+            return verdicts + self._rule.judge(facts.step, held)
         # Tensors that do not belong to the model raise no other alarm: they have one cause.
         own = [p for p, name in zip(parameters, context["names"], strict=True) if name]
         verdicts += self._rule.judge(facts.step, own)
@@ -189,3 +200,12 @@ class ParameterMonitor(SamplingMonitor):
             found = Verdict("not_optimized", len(spare), 0, tensor=spare[0], tags=tags)
             verdicts.append(found.given(strange=strange, count=len(spare)))
         return verdicts
+
+
+def _spare(step: TrainingStep) -> list[str]:
+    """Return the names of trainable parameters with a gradient that no optimizer steps."""
+    held = {id(p) for each in step.trainer.optimizers for p in parameters_of(each)}
+    # Known by name: a gathered weight of a sharded model is another tensor than its shard.
+    own = [p for p in step.trainer.lightning_module.parameters() if id(p) in step.names]
+    free = [p for p in own if p.requires_grad and p.grad is not None and id(p) not in held]
+    return [step.names[id(p)] for p in free]

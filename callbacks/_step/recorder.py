@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -71,8 +72,11 @@ class FactsRecorder(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.highest_rates: dict[int, float] = {}  # by optimizer; monitors save it in checkpoints
+        # Monitors save these two in checkpoints.
+        self.highest_rates: dict[int, float] = {}  # by optimizer
+        self.located: Alarm | None = None  # the locator's alarm, until a loss is finite again
         self._names: dict[int, str] = {}
+        self._is_changed = False  # whether the model may have new parameters
         self.hooks = ExitStack()  # until the end of the batch
         self.step_hooks = ExitStack()  # until the end of training
         self._readback = AsyncReadback()
@@ -91,7 +95,6 @@ class FactsRecorder(pl.Callback):
         self.newest: StepFacts | None = None  # the latest facts that have arrived
         self.newest_loss: Tensor | None = None  # unscaled loss of the last backward
         self.step: TrainingStep | None = None  # step of the optimizer that is about to step
-        self.located: Alarm | None = None  # the locator's alarm, until a loss is finite again
         self.batches: BatchKeeper | None = None  # if a callback has `save_batch`
         self._losses: list[Tensor] = []  # since the last optimizer step
 
@@ -150,6 +153,14 @@ class FactsRecorder(pl.Callback):
         self._is_lockstep = self._is_late and trainer.world_size > 1
         if any(monitor.save_batch for monitor in self._monitors):
             self.batches = BatchKeeper(trainer)
+        for register in (
+            torch_module.register_module_parameter_registration_hook,
+            torch_module.register_module_module_registration_hook,
+        ):
+            self.step_hooks.enter_context(register(self._note_change))
+
+    def _note_change(self, *_: object) -> None:
+        self._is_changed = True
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, _: Any, batch: Any, batch_idx: int) -> None:
@@ -174,6 +185,8 @@ class FactsRecorder(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         if self._is_late:
             self._receive()  # while the GPU is busy with the backward
+        if self._is_changed:  # a layer was added or replaced
+            self._is_changed, self._names = False, parameter_names(trainer.lightning_module)
         # `trainer.optimizers` holds the optimizer inside a `LightningOptimizer`.
         plain, scale = getattr(optimizer, "optimizer", optimizer), loss_scale_of(trainer)
         lr = next((group.get("lr") for group in optimizer.param_groups), None)

@@ -15,6 +15,7 @@ from lightning_mp.callbacks import (
     GradientUnderflowMonitor,
     InstabilityMonitor,
     LossScaleMonitor,
+    NonFiniteLocator,
     ParameterMonitor,
     RepresentationMonitor,
     SpikeGuard,
@@ -48,6 +49,7 @@ def monitors(action: Any) -> list[InstabilityMonitor]:
         ActivationRangeMonitor(**often),
         ParameterMonitor(**often),
         RepresentationMonitor(modules=["net"], **often),
+        NonFiniteLocator(),
     ]
 
 
@@ -72,8 +74,10 @@ def warm_up(optimizer: Any) -> LambdaLR:
         (Frozen, {}, None, "warn"),
         (PlantedModel, {40: "spike", 90: "explosion"}, None, "skip"),
         (PlantedModel, NANS, BalancedAMP, "warn"),
+        (PlantedModel, {57: "nan"}, None, "warn"),
+        (PlantedModel, {59: "nan"}, None, "warn"),
     ],
-    ids=["healthy", "frozen layer", "spikes", "NaN that the loss scaler skips"],
+    ids=["healthy", "frozen layer", "spikes", "NaN that the loss scaler skips", "NaN", "last NaN"],
 )
 def test_resumed_run_equals_a_run_without_a_break(
     tmp_path: Path,

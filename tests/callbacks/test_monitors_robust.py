@@ -225,3 +225,21 @@ def test_monitors_log_to_all_loggers_and_not_at_all_with_zero(tmp_path: Path, ev
     if every:
         assert "instability/loss" in first.read_text()
         assert first.read_text() == second.read_text()
+
+
+def test_layer_that_is_replaced_in_training_keeps_its_name(tmp_path: Path) -> None:
+    class Replaces(Watched):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx == 5:
+                self.network[0] = nn.Linear(16, 16)
+                self.trainer.strategy.setup_optimizers(self.trainer)
+
+    model = Replaces(lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1)), steps=12)
+    every = {"every_n_steps": 1}
+    monitors = [AdamStateMonitor(**every), GradientUnderflowMonitor(**every)]
+    trainer = make_trainer(callbacks=monitors, default_root_dir=tmp_path)
+    trainer.fit(model)
+    rows = {
+        name for each in monitors for heat in each.history.maps.values() for name in heat["names"]
+    }
+    assert rows == {name for name, _ in model.named_parameters()}

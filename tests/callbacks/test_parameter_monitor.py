@@ -60,6 +60,12 @@ def kinds(monitor: ParameterMonitor) -> list[tuple[int, str, str | None]]:
     return [(alarm.step, alarm.kind, alarm.tensor) for alarm in monitor.alarms]
 
 
+def watch(model: Model, patience: int = 50) -> ParameterMonitor:
+    monitor = ParameterMonitor(every_n_steps=10, patience=patience)
+    make_trainer(callbacks=monitor).fit(model)
+    return monitor
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"apart": True}, {"every": 7}],
@@ -97,6 +103,65 @@ def test_branch_without_gradient_is_named_with_its_share() -> None:
     assert (alarm.step, alarm.kind, alarm.tensor) == (20, "no_gradient", "stem.weight")
     assert alarm.value == pytest.approx(288 / 321)
     assert "2 of 4 parameters, 90% of the values" in alarm.message
+
+
+class _Edited(Model):
+    """Calls `edit` before the batch 30; the optimizer holds what trains at the start."""
+
+    def edit(self) -> None: ...
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 30:
+            self.edit()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def test_layer_unfrozen_in_training_that_no_optimizer_holds_is_named() -> None:
+    class Unfreezes(_Edited):
+        def edit(self) -> None:
+            self.stem.requires_grad_(True)
+
+    assert kinds(watch(Unfreezes(frozen=True))) == [(50, "not_optimized", "stem.weight")]
+
+
+def test_layer_replaced_in_training_that_no_optimizer_holds_is_named() -> None:
+    class Replaces(_Edited):
+        def edit(self) -> None:
+            self.head = nn.Sequential(nn.Linear(32, 1))
+
+    assert (50, "not_optimized", "head.0.weight") in kinds(watch(Replaces()))
+
+
+def test_layer_that_joins_an_optimizer_in_training_raises_no_alarm() -> None:
+    class Joins(_Edited):
+        def edit(self) -> None:
+            self.optimizers().add_param_group({"params": list(self.stem.parameters())})
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.head.parameters(), lr=1e-2)
+
+    assert kinds(watch(Joins())) == []
+
+
+def test_parameters_of_a_replaced_layer_in_the_optimizer_raise_no_alarm() -> None:
+    class Replaces(_Edited):
+        def edit(self) -> None:
+            self.stem = nn.Linear(8, 32)
+            self.optimizers().add_param_group({"params": list(self.stem.parameters())})
+
+    assert kinds(watch(Replaces(), patience=20)) == []
+
+
+def test_layer_added_in_training_without_a_gradient_is_named() -> None:
+    class Grows(_Edited):
+        def edit(self) -> None:
+            self.unused = nn.Linear(32, 32)
+            self.optimizers().add_param_group({"params": list(self.unused.parameters())})
+
+    found = kinds(watch(Grows(), patience=30))
+    assert [(kind, name) for _, kind, name in found] == [("no_gradient", "unused.weight")]
 
 
 def test_share_at_the_limit_raises_no_alarm() -> None:

@@ -240,6 +240,28 @@ def test_learning_rate_finder_tries_rates_and_restores_the_weights(
     assert found[1] == pytest.approx(found[0], rel=2**-6)
 
 
+@plugins
+def test_learning_rate_finder_without_early_stop_ends_where_steps_fail(
+    plugin_type: Any, tmp_path: Path
+) -> None:
+    class Rated(Regression):
+        lr = 0.1
+
+        def configure_optimizers(self) -> Optimizer:
+            return SGD(self.parameters(), lr=self.lr)
+
+    model = Rated()
+    start = parameters_of(model)
+    plugin = plugin_type(loss_scale=LossScaleConfig(min_scale=1.0, patience=3))
+    trainer = make_trainer(plugin, default_root_dir=tmp_path, max_epochs=1)
+    finder = Tuner(trainer).lr_find(
+        model, loader(80), num_training=60, min_lr=1e-3, max_lr=1e3, early_stop_threshold=None
+    )
+    assert 30 < len(finder.results["loss"]) < 60
+    torch.testing.assert_close(parameters_of(model), start, rtol=2**-21, atol=1e-9)
+    assert not trainer.should_stop
+
+
 @pytest.mark.slow
 @plugins
 def test_model_trains_after_the_batch_size_finder(plugin_type: Any, tmp_path: Path) -> None:

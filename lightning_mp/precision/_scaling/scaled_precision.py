@@ -1,7 +1,6 @@
 """Base class of the precision plugins: loss scaling, unscaled fp32 gradients, skipped steps."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -19,7 +18,7 @@ from lightning_mp._arguments import refuse_values
 from lightning_mp._foreign import ForLightning
 from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.optim._found_inf import found_inf_of, skips_on_gpu
-from lightning_mp.precision._scaling.step_control import held, hold_global_step
+from lightning_mp.precision._scaling.step_control import held, hold_global_step, stop_rate_finder
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
 from lightning_mp.precision._weights.ledger import Ledger, check_optimizer
 from lightning_mp.precision.inf_clamp import InfClamp
@@ -325,12 +324,16 @@ class ScaledPrecision(Precision, ForLightning):
         if request is not None and found_inf is not None:
             found_inf, request = torch.stack([found_inf, request.to(found_inf)]).cpu()
         if self.scaler is not None and found_inf is not None:
-            is_stepping = self.scaler.record(
-                found_inf,
-                named_gradients=functools.partial(self.named_gradients, optimizer),
-                has_gradient=functools.partial(self._has_gradient_values, optimizer),
-            )
-            if not is_stepping:
+            try:
+                if not self.scaler.record(
+                    found_inf,
+                    named_gradients=lambda: self.named_gradients(optimizer),
+                    has_gradient=lambda: self._has_gradient_values(optimizer),
+                ):
+                    return False
+            except FloatingPointError:
+                if not stop_rate_finder(self._ledger.root):  # whose rates rise until steps fail
+                    raise
                 return False
         self._skipped_on_request = request is not None and request.item() != 0
         return not self._skipped_on_request

@@ -3,14 +3,15 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["HeldSchedule", "held", "hold_global_step"]
+__all__ = ["HeldSchedule", "held", "hold_global_step", "stop_rate_finder"]
 
 
 class HeldSchedule(LRSchedulerConfig):
@@ -55,3 +56,11 @@ def hold_global_step(model: "pl.LightningModule") -> None:
         progress = loop.manual_optimization.optim_step_progress
     progress.total.completed -= 1
     progress.current.completed -= 1
+
+
+def stop_rate_finder(model: Any) -> bool:
+    """End the search of Lightning's learning rate finder; return whether it is running."""
+    trainer = model.trainer
+    is_running = any(isinstance(each, _LRCallback) for each in trainer.callbacks)
+    trainer.should_stop |= is_running
+    return is_running
