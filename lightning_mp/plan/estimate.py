@@ -97,6 +97,8 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
     staged = (subject.prefetch + 1) * subject.micro_batch if subject.offload else rank_batch
     features = formulas.our_features_bytes(rank_batch, subject.width, subject.feature_itemsize)
     towers = subject.towers.values()
+    # A step that pools tokens outside of a tower has gradients of all tokens of one call.
+    tokens = rank_batch * max(t.tokens_per_pair for t in towers)
     static = subject.static.at_rest(subject.parameters, subject.states, subject.frozen_parameters)
     backbone: float = subject.static.gradient * subject.parameters
     if subject.is_sharded:  # a replay still sums the whole gradients of its tower
@@ -116,7 +118,7 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
     return Memory(
         static=static,
         data=min(staged, rank_batch) * subject.pair_bytes,
-        features=features,
+        features=features + tokens,
         loss=loss,
         backbone=backbone,
         host=formulas.host_bytes(

@@ -56,6 +56,7 @@ class TowerBytes:
 
     saved_per_pair: float  # bytes that the forward of a pair leaves in memory for the backward
     peak_per_row: float  # bytes of a row at the peak of forward and backward
+    tokens_per_pair: float  # bytes of an output beyond the features, such as tokens
     flops_per_pair: float  # FLOPs of a forward
     parameters: int  # values of the gradients that its replays sum aside
     width: int  # feature width, D

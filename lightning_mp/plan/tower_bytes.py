@@ -107,6 +107,7 @@ class _Call:
     flops: int
     backward_flops: int
     saved: int  # bytes that the forward leaves in memory
+    tokens: int  # bytes of the output beyond one vector a row
     timeline: Sequence[int]  # live bytes after each operator of forward and backward
 
 
@@ -133,6 +134,7 @@ def _measured(
         flops=flops,
         backward_flops=counter.flops - flops,
         saved=saved,
+        tokens=features.nbytes - len(features) * features.shape[-1] * features.itemsize,
         timeline=counter.timeline,
     )
     model.zero_grad(set_to_none=True)
@@ -203,6 +205,9 @@ def _slope(few: Sequence[_Call], many: Sequence[_Call]) -> TowerBytes:
         saved_per_pair=per_pair("saved"),
         # The activations of a call are freed before the next one is replayed.
         peak_per_row=max(map(_peak_per_row, few, many)),
+        tokens_per_pair=max(
+            (b.tokens - a.tokens) / (SIZES[1] - SIZES[0]) for a, b in zip(few, many, strict=True)
+        ),
         flops_per_pair=per_pair("flops"),
         # The gradients of earlier calls are kept while another call is replayed.
         parameters=sum(sorted(call.parameters for call in few)[-2:]),

@@ -23,7 +23,7 @@ DENSE, OURS = METHODS[1], METHODS[-1]
 
 
 def _subject(precision: str) -> Subject:
-    towers = {"visual": TowerBytes(1.0, 1.0, 1.0, 1, WIDTH, 1.0)}
+    towers = {"visual": TowerBytes(1.0, 1.0, 0.0, 1.0, 1, WIDTH, 1.0)}
     return Subject("small", 1, "SGD", {"float32": 0}, towers, 1.0, precision)
 
 

@@ -103,7 +103,8 @@ def test_error_names_a_tower_that_is_not_called() -> None:
 
 def _subject(**changes: object) -> Subject:
     towers = {
-        name: TowerBytes(2**20, 2**20, 1e9, 50_000_000, 512, 2e9) for name in ("visual", "text")
+        name: TowerBytes(2**20, 2**20, 0.0, 1e9, 50_000_000, 512, 2e9)
+        for name in ("visual", "text")
     }
     settings = {
         "name": "twins",

@@ -89,6 +89,18 @@ def test_second_call_of_a_tower_adds_to_the_pair_and_not_to_the_row() -> None:
     assert twice.parameters == 2 * once.parameters
 
 
+def test_tokens_that_a_tower_returns_are_counted() -> None:
+    tower = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU())
+    model = nn.ModuleDict({"tower": tower})
+
+    def step(pairs: int) -> None:
+        model["tower"](torch.empty(pairs, 5, WIDTH)).mean(1)
+
+    towers = [find_tower(model, "tower")]
+    found = measure_towers(model, towers, step, PRECISIONS["32-true"])["tower"]
+    assert (found.width, found.tokens_per_pair) == (8, 4 * 8 * 4)
+
+
 def test_two_names_of_one_tower_count_once() -> None:
     model = _Model(_plainly)
     model.alias = model.tower

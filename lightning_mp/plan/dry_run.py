@@ -1,0 +1,212 @@
+"""The run of a config without its Trainer: the first batch, and training steps on a few pairs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import instantiate_class
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_mp._nested import open_container, tensors_in
+from lightning_mp.gradient_cache._served.towers import find_tower
+from lightning_mp.plan.subject import StaticBytes, TowerBytes
+from lightning_mp.plan.tower_bytes import SIZES, blank, computing_in, measure_towers
+
+__all__ = ["DryRun"]
+
+
+class _Trainer(Trainer):
+    """A Trainer of one process that tells model and data the ranks of the config."""
+
+    def __init__(self, settings: Mapping[str, Any], ranks: int) -> None:
+        # Messages of the Trainer about devices would interrupt the plan.
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        off = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
+        super().__init__(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=settings.get("max_epochs") or 1000,
+            **dict.fromkeys(off, False),  # type: ignore[arg-type]
+        )
+        self._ranks = ranks
+
+    @property
+    def world_size(self) -> int:
+        return self._ranks
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        return 1000  # schedules ask for the number of steps, on which states do not depend
+
+
+class DryRun:
+    """The data of a config, and training steps of its model on a few pairs."""
+
+    def __init__(self, settings: dict[str, Any], ranks: int) -> None:
+        self._settings = settings
+        self._trainer = _Trainer(settings.get("trainer") or {}, ranks)
+        self._data = _made(settings, "data") if "data" in settings else None
+        source = self._attached(_made(settings, "model")) if self._data is None else self._data
+        if not is_overridden("train_dataloader", source):
+            raise ValueError(
+                "Passed a config without `data`, whose model has no `train_dataloader`, so the "
+                "bytes of a pair are unknown. Add the data module of the run."
+            )
+        source.trainer = self._trainer
+        source.prepare_data()
+        source.setup("fit")
+        loader = source.train_dataloader()
+        # As in `fit`, several loaders yield one batch of all.
+        if not isinstance(loader, CombinedLoader):
+            loader = CombinedLoader(loader, "max_size_cycle")
+        self.batch = next(iter(loader))[0]
+        self.workers = max(getattr(each, "num_workers", 0) for each in loader.flattened)
+        lengths = {len(tensor) for tensor in tensors_in(self.batch) if tensor.ndim and len(tensor)}
+        if not lengths:
+            raise ValueError(
+                f"Passed a config whose loader yields {type(self.batch).__name__} without tensors "
+                "of rows. The bytes of a pair are then unknown; pass `--model` in place of the "
+                "config."
+            )
+        # A field may have several rows for each pair, such as five texts.
+        sizes = {getattr(each, "batch_size", None) for each in loader.flattened}
+        self.pairs = max(lengths & sizes or lengths)
+        self._stepped: dict[int, int] = {}  # bytes of the batch of a step, by its pairs
+
+    @property
+    def loaded_bytes(self) -> float:
+        """Bytes of a pair as the loader yields it."""
+        return _bytes(self.batch) / self.pairs
+
+    @property
+    def device_bytes(self) -> float:
+        """Bytes of a pair in the batch that the training step received."""
+        few, many = SIZES
+        slope = (self._stepped[many] - self._stepped[few]) / (many - few)
+        return slope + (self._stepped[few] - few * slope) / self.pairs  # shared by all pairs
+
+    def measured(
+        self, towers: Sequence[str], precision: StaticBytes
+    ) -> tuple[LightningModule, list[Optimizer], dict[str, TowerBytes], str]:
+        """Measure on tensors without memory, or on a few pairs if the model cannot run on them.
+
+        Returns:
+            The model, its optimizers, the figures of its towers, and on which tensors they were
+            measured.
+        """
+        # Some models cannot be made without memory, because open_clip moves its models to a device.
+        # Others read values, or have operators without a shape function.
+        for made_in in (nullcontext(), unset_fake_temporarily()):
+            with (
+                contextlib.suppress(Exception),
+                FakeTensorMode(allow_non_fake_inputs=True),
+                warnings.catch_warnings(),
+            ):
+                # `nn.TransformerEncoder` copies its layer, and `copy.deepcopy` reads the pointer.
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+                on_fakes = self._measured(made_in, towers, precision, fake=True)
+                return *on_fakes, "on tensors without memory"
+        on_pairs = self._measured(nullcontext(), towers, precision, fake=False)
+        return *on_pairs, "on a few real pairs"
+
+    def _measured(
+        self,
+        made_in: AbstractContextManager[object],
+        towers: Sequence[str],
+        precision: StaticBytes,
+        *,
+        fake: bool,
+    ) -> tuple[LightningModule, list[Optimizer], dict[str, TowerBytes]]:
+        with made_in, computing_in(precision):
+            model = self._attached(_made(self._settings, "model"))
+            model.setup("fit")
+            try:
+                found = [find_tower(model, name) for name in towers]
+            except ValueError:
+                # Only now, because it may shard over a mesh, which does not exist here.
+                model.configure_model()
+                found = [find_tower(model, name) for name in towers]
+        if fake:
+            blank(model)
+        optimizers = _optimizers(self._settings, model)
+        self._trainer.strategy.optimizers = optimizers
+        # The index of the batch is optional, as in `fit`.
+        takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
+
+        def step(size: int) -> None:
+            batch = model._on_before_batch_transfer(self._resized(self.batch, size, fake))
+            batch = model._apply_batch_transfer_handler(batch, torch.device("cpu"))
+            self._stepped[size] = _bytes(batch)
+            model.training_step(batch, *([0] if takes_index else []))
+
+        return model, optimizers, measure_towers(model, found, step, precision)
+
+    def _attached(self, model: LightningModule) -> LightningModule:
+        for name in ("log", "log_dict"):  # nothing is logged
+            setattr(model, name, lambda *args, **kwargs: None)
+        self._trainer.strategy.connect(model)
+        self._trainer._data_connector.attach_data(model, datamodule=self._data)
+        return model
+
+    def _resized(self, value: Any, size: int, fake: bool) -> Any:
+        """Return a batch with the rows of `size` pairs; the values of a fake one do not matter."""
+        if isinstance(value, Tensor):
+            if not self._has_rows(value):
+                return value
+            rows = size * (len(value) // self.pairs)
+            if fake:
+                return torch.empty((rows, *value.shape[1:]), dtype=value.dtype)
+            return value[torch.arange(rows) % len(value)]
+        opened = open_container(value)
+        if opened is None:
+            return value
+        items, is_list = opened.items, isinstance(value, (list, tuple))
+        # One item for each pair, such as a text; a batch of two fields may have two pairs.
+        if is_list and len(items) == self.pairs and not any(map(self._has_rows, items)):
+            return type(value)([items[index % self.pairs] for index in range(size)])
+        return opened.close([self._resized(item, size, fake) for item in items])
+
+    def _has_rows(self, value: object) -> bool:
+        """Return whether a tensor has one or more rows for each pair."""
+        rows = len(value) if isinstance(value, Tensor) and value.ndim else 0
+        return rows > 0 and rows % self.pairs == 0
+
+
+def _bytes(batch: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(batch))
+
+
+def _made(settings: dict[str, Any], part: str, **options: Any) -> Any:
+    """Make one part of a config."""
+    kind = {"model": LightningModule, "data": LightningDataModule, "optimizer": Optimizer}[part]
+    # By default, the parser would exit and print the usage of another command.
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(kind, part, **options)
+    try:
+        parsed = parser.parse_object({part: settings.get(part)})
+    except ArgumentError as error:
+        raise ValueError(f"Passed a config whose `{part}` cannot be made: {error}") from error
+    return parser.instantiate_classes(parsed)[part]
+
+
+def _optimizers(settings: dict[str, Any], model: LightningModule) -> list[Optimizer]:
+    """Return the optimizers of the config, or of the model."""
+    if settings.get("optimizer"):
+        described = _made(settings, "optimizer", instantiate=False, skip={"params"})
+        return [instantiate_class(([*model.parameters()],), described)]
+    made = tree_leaves(model.configure_optimizers())
+    return [leaf for leaf in made if isinstance(leaf, Optimizer)]
