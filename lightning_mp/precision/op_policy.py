@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_mp._arguments import Check, explains_arguments, refuse_values
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision._choice.op_tables import (
+    BEYOND_AUTOCAST,
     CLASS_OF,
     GROUPS,
     INPUT_ONLY,
@@ -68,8 +69,9 @@ class OpPolicy:
             operator and the function of `nn.functional`.
         half_ops: Ops to run in half precision.
         norm_output: Dtype that `layer_norm`, `rms_norm` and `group_norm` return. "input" keeps a
-            half-precision residual stream in half. "fp32" is what CUDA's autocast does; without
-            moved ops, CUDA then needs no function mode.
+            half-precision residual stream in half, and promotes the inputs of scattering ops,
+            which CUDA's autocast does not. "fp32" is what CUDA's autocast does; without moved ops,
+            CUDA then needs no function mode.
 
     Raises:
         ValueError: torch has no such op, or an op is in both lists.
@@ -350,10 +352,12 @@ def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
             if op in moved:
                 continue
             # Without rules, no mode is needed.
-            if not autocast_agrees(device_type, op):
+            if op in BEYOND_AUTOCAST or (group.op_class == "norm" and stored_as_input):
+                is_ruled = stored_as_input
+            else:
+                is_ruled = not autocast_agrees(device_type, op)
+            if is_ruled:
                 actions[op] = group.op_class
-            elif group.op_class == "norm" and stored_as_input:
-                actions[op] = "norm"
     if not actions:
         return {}
     # Dynamo traces `unflatten` as a method, but not as a function, because of its `super()`.

@@ -180,6 +180,22 @@ CPU_ONLY: dict[str, Callable[[SimpleNamespace], Any]] = {
     "rnn_tanh": lambda x: nn.RNN(2, 2)(x.w(1, 3, 2)),
     "rnn_tanh_cell": _recurrent(nn.RNNCell),
 }
+# CUDA's autocast does not promote these. The second call has the fp32 input in the other place.
+BEYOND: dict[str, Callable[[SimpleNamespace], Any]] = {
+    name: lambda x, name=name, args=args, more=more: [
+        getattr(first, name)(*(a(x) for a in args), second, *more)
+        for first, second in ((x.h(2), x.w(2)), (x.w(2), x.h(2)))
+    ]
+    for name, args, more in (
+        ("index_add", (lambda x: 0, lambda x: x.i(1, 0)), ()),
+        ("index_copy", (lambda x: 0, lambda x: x.i(1, 0)), ()),
+        ("index_reduce", (lambda x: 0, lambda x: x.i(1, 0)), ("mean",)),
+        ("lerp", (), (0.5,)),
+        ("masked_scatter", (lambda x: x.i(1, 0).bool(),), ()),
+        ("scatter", (lambda x: 0, lambda x: x.i(1, 0)), ()),
+        ("scatter_reduce", (lambda x: 0, lambda x: x.i(1, 0)), ("sum",)),
+    )
+}
 # Ops without a class, and composites of several ops.
 GIVEN: dict[str, Callable[[SimpleNamespace], Any]] = {
     "binary": lambda x: (x.h(2) + x.h(2), x.h(2) * x.w(2), x.h(2) / 3, 1 - x.h(2), 1 / x.h(2)),
@@ -243,9 +259,25 @@ def test_op_on_the_cpu_returns_the_dtype_of_cuda_autocast(name: str) -> None:
     assert on_cpu(sample, half) == expected
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
+@pytest.mark.parametrize("name", BEYOND)
+@HALVES
+def test_op_beyond_autocast_has_the_widest_dtype_beside_half_weights(
+    half: torch.dtype, name: str
+) -> None:
+    with OpPolicy().context("cpu", half):
+        assert set(dtypes(BEYOND[name](make_inputs("cpu", half)))) == {torch.float32}
+    key = "AutocastCUDA"
+    assert not any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+        for op in torch._C._dispatch_get_all_op_names()
+        if op.removeprefix("aten::").split(".")[0] == name
+    )
+
+
 def test_every_op_of_the_tables_has_a_sample() -> None:
     listed = {op for group in GROUPS for op in group.ops}
-    assert listed == {*SAMPLES, *CPU_ONLY, *LATER}
+    assert listed == {*SAMPLES, *CPU_ONLY, *BEYOND, *LATER}
     assert len(listed) == sum(len(group.ops) for group in GROUPS)
 
 
