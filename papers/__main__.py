@@ -51,7 +51,10 @@ def reproduce(
         )
     from papers.output import Output
 
-    out = Output(Path(output) / paper, fast=fast, title=paper)
+    try:
+        out = Output(Path(output) / paper, fast=fast, title=paper)
+    except OSError as error:
+        raise SystemExit(f"python -m papers: {error}. Pass another folder by `--output`.") from None
     for name in out.progress(chosen, "parts"):
         try:
             parts[name](out)

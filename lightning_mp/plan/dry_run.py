@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_mp._nested import open_container, tensors_in
+from lightning_mp._nested import map_tensors, open_container, tensors_in
 from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.subject import StaticBytes, TowerBytes
 from lightning_mp.plan.tower_bytes import SIZES, blank, computing_in, measure_towers
@@ -147,8 +147,14 @@ class DryRun:
         # The index of the batch is optional, as in `fit`.
         takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
 
+        def to_half(x: Tensor) -> Tensor:
+            # Half models receive half inputs, as by Lightning's plugins.
+            is_half = precision.policy == "weights" and x.is_floating_point()
+            return x.to(precision.activations) if is_half else x
+
         def step(size: int) -> None:
-            batch = model._on_before_batch_transfer(self._resized(self.batch, size, fake))
+            batch = map_tensors(self._resized(self.batch, size, fake), to_half)
+            batch = model._on_before_batch_transfer(batch)
             batch = model._apply_batch_transfer_handler(batch, torch.device("cpu"))
             self._stepped[size] = _bytes(batch)
             model.training_step(batch, *([0] if takes_index else []))

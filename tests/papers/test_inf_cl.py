@@ -50,12 +50,15 @@ def test_tables_and_pictures_replace_those_of_an_earlier_run_and_no_others(out: 
     )
 
 
-def test_error_for_an_unknown_part_lists_the_parts(tmp_path: Path) -> None:
+def test_errors_about_parts_and_folders_say_what_to_pass(tmp_path: Path) -> None:
     with pytest.raises(
         SystemExit,
         match="inf-cl has no part table9. Choose among figures_and_formulas, table1, table2",
     ):
         main(["inf-cl", "--only", "table9", "--output", str(tmp_path)])
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="Not a directory.*Pass another folder by `--output`"):
+        main(["inf-cl", "--output", str(tmp_path / "file")])
     trained = ["table4", "figure4", "table3", "figure5"]
     assert list(PARTS) == ["figures_and_formulas", "table1", "table2", "figure1", *trained]
 

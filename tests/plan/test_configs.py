@@ -188,6 +188,13 @@ def test_precision_is_that_of_the_config(tmp_path: Path, given: Any, name: str) 
     assert subject(tmp_path, WithLoaderHere, **given).precision == name
 
 
+@pytest.mark.parametrize("given", [{"precision": "bf16-true"}, {"plugins": "PureFP16"}])
+def test_half_models_receive_half_batches(tmp_path: Path, given: Any) -> None:
+    found = subject(tmp_path, WithLoaderHere, **given)
+    assert (found.loaded_pair_bytes, found.pair_bytes) == (4 * (12 + 6), 2 * (12 + 6))
+    assert found.towers["visual"].saved_per_pair == 2 * 8
+
+
 def test_precision_without_a_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="precision 'TransformerEnginePrecision'"):
         subject(tmp_path, WithLoaderHere, plugins="TransformerEnginePrecision")
