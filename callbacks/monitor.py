@@ -115,6 +115,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         self.history = History()
         self._raised: dict[tuple[str, str | None], int] = {}  # step of the last alarm
         self.recorder = FactsRecorder()  # the Trainer's recorder, once there is a Trainer
+        self._fresh: dict[str, Any] | None = None  # the state before the first run
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -129,6 +130,10 @@ class InstabilityMonitor(Learning, pl.Callback):
             self.recorder = recorder_of(trainer)
             # State from a checkpoint is loaded after this.
             self.history.forget_from(step_of(trainer))
+            if self._fresh is None:
+                self._fresh = copy.deepcopy(self.state_dict())
+            elif step_of(trainer) == 0:  # another run than the one whose state this is
+                self.load_state_dict(self._fresh)
 
     def observe(self, step: TrainingStep) -> Tensor | None:
         """Return measurements of a step as a tensor on the device, without a host sync."""
@@ -302,7 +307,8 @@ class InstabilityMonitor(Learning, pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        self.recorder.catch_up()
+        if self.recorder.trainer is not None:
+            self.recorder.catch_up()
         raised = [[kind, tensor, step] for (kind, tensor), step in self._raised.items()]
         rates = [list(pair) for pair in self.recorder.highest_rates.items()]
         located = self.recorder.located

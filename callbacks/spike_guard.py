@@ -149,6 +149,9 @@ class SpikeGuard(InstabilityMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._add_windows(len(trainer.optimizers))
+        self._sizes.clear()
+        self._lrs.clear()
+        self._has_stepped, self._event = True, None
         if self.action in ("skip", "stop"):
             self._skipper.attach(trainer)
         if self.action == "rewind":
@@ -335,7 +338,8 @@ class SpikeGuard(InstabilityMonitor):
         if self._rewinder.lost:
             self.say(trainer, Verdict("rewind_lost", self._rewinder.lost))
         if found is None:
-            self.say(trainer, Verdict("rewind_failed"))
+            tags = ("changed",) if self._rewinder.outdated else ()
+            self.say(trainer, Verdict("rewind_failed", tags=tags))
             return
         mark, left_out = found
         self._runs.clear()
@@ -360,6 +364,8 @@ class SpikeGuard(InstabilityMonitor):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         # Lightning loads the state before `on_train_start`, where the optimizers are counted.
+        self._windows.clear()
+        self._courses.clear()
         self._add_windows(len(state_dict["windows"]))
         for window, state in zip(self._windows, state_dict["windows"], strict=False):
             window.load_state_dict(state)

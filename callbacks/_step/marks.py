@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class Mark:
     # Batches taken from the data over all epochs; after a rewind, the batch training resumed from.
     position: int
     lr_factor: float = 1.0  # factor by which earlier rewinds had multiplied learning rates
+    # Class and sizes of the parameter groups of each optimizer; empty if unknown.
+    optimizers: list[list[Any]] = field(default_factory=list)
 
 
 class MarkStore:

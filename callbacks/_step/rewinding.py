@@ -21,7 +21,10 @@ __all__ = ["Rewinder"]
 
 @dataclass(kw_only=True, eq=False)
 class Rewinder:
-    """Writes marks and rewinds to them; docs/callbacks/spike-guard.md explains the procedure."""
+    """Writes marks and rewinds to them; docs/callbacks/spike-guard.md explains the procedure.
+
+    A mark is valid until optimizers or their parameter groups change, as when layers are unfrozen.
+    """
 
     store: MarkStore
     every_n_steps: int
@@ -30,6 +33,7 @@ class Rewinder:
     lr_factor: float
     marks: list[Mark] = field(default_factory=list, init=False)
     lost: int = field(default=0, init=False)  # marks that could not be read
+    outdated: int = field(default=0, init=False)  # marks of other optimizers
     _total_factor: float = field(default=1.0, init=False)
     _has_told: bool = field(default=False, init=False)
     _missed: int = field(default=-1, init=False)  # the last period whose mark could not be written
@@ -51,7 +55,9 @@ class Rewinder:
     def is_due(self, trainer: pl.Trainer) -> bool:
         """Return at the end of a batch whether a mark is due."""
         last = self.marks[-1].global_step // self.every_n_steps if self.marks else -1
-        is_new = trainer.global_step // self.every_n_steps > max(last, self._missed)
+        period = trainer.global_step // self.every_n_steps
+        is_new = period > last or not self._is_valid(self.marks[-1], trainer)
+        is_new = is_new and period > self._missed
         return is_new and trainer.global_step > 0 and not trainer.fit_loop._should_accumulate()
 
     def save(self, trainer: pl.Trainer, step: int, position: int) -> None:
@@ -63,6 +69,7 @@ class Rewinder:
             schedule_steps=trainer.fit_loop.epoch_loop.scheduler_progress.total.completed,
             position=position,
             lr_factor=self._total_factor,
+            optimizers=_optimizers_of(trainer),
         )
         self.marks.append(mark)  # before it is saved, so that it is in its own checkpoint
         # Marks within `rewind_steps`, one mark before them, and the new mark.
@@ -79,6 +86,9 @@ class Rewinder:
             key = "kept_in_memory" if self.store.is_in_memory else "kept_on_disk"
             size = self.store.bytes
             rank_zero_info(usage(key, most=most, size=size, total=most * size))
+
+    def _is_valid(self, mark: Mark, trainer: pl.Trainer) -> bool:
+        return mark.optimizers in ([], _optimizers_of(trainer))
 
     def _far_from(self, global_step: int) -> list[Mark]:
         return [m for m in self.marks if global_step - m.global_step >= self.rewind_steps]
@@ -100,6 +110,10 @@ class Rewinder:
         Returns:
             The mark and the number of batches that remain to be skipped; `None` without a mark.
         """
+        outdated = [each for each in self.marks if not self._is_valid(each, trainer)]
+        self.outdated = len(outdated)
+        for each in outdated:
+            self._remove(each)
         far = self._far_from(global_step)
         self.lost, self._missed = 0, -1
         # Try the latest mark before `rewind_steps`, then earlier marks, then later ones.
@@ -208,6 +222,13 @@ def _scale_rates(trainer: pl.Trainer, factor: float) -> None:
                 setattr(schedule, name, [rate * factor for rate in getattr(schedule, name)])
         if hasattr(schedule, "eta_min"):
             schedule.eta_min *= factor
+
+
+def _optimizers_of(trainer: pl.Trainer) -> list[list[Any]]:
+    return [
+        [type(each).__name__, *(len(group["params"]) for group in each.param_groups)]
+        for each in trainer.optimizers
+    ]
 
 
 def _go_back(tracker: Any, completed: int) -> None:

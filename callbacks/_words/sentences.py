@@ -144,6 +144,8 @@ MESSAGES = {
     "rewind_to_step": "Training rewound by {undone:count step} to the checkpoint before step "
     "{value:.0f}, and skipped {left_out} more batches.",
     "rewind_failed": "No checkpoint could be read, so training continues without a rewind.",
+    "rewind_failed, changed": "Optimizers or their parameters have changed since the last "
+    "checkpoint for a rewind, so training continues without a rewind.",
     "rewind_lost": "{value:.0f} of the checkpoints for a rewind could not be read.",
     "non_finite_loss": "The loss{of_optimizer} is {value}.",
     "non_finite_gradient": "The gradient norm{of_optimizer} is {value}, although the loss is "
@@ -311,6 +313,7 @@ REMEDIES = {
     "non_finite_run, rewinding": "Resume from a checkpoint before step {first_bad:.0f}.",
     "rewind_failed": "Resume from a checkpoint of your own, and pass `rewind_storage='memory'` or "
     "a `dirpath` on another disk.",
+    "rewind_failed, changed": "Resume from a checkpoint of your own.",
     "rewind_lost": "Pass `rewind_storage='memory'` or a `dirpath` on another disk.",
     "rewind_to_step": "The learning rate is {rate:.3g} now. This was rewind {rewinds} of "
     "{max_rewinds}.",

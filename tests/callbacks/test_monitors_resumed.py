@@ -101,3 +101,20 @@ def test_resumed_run_equals_a_run_without_a_break(
         assert [alarm.message for alarm in one.alarms] == [a.message for a in other.alarms]
         assert plain(one.state_dict()) == plain(other.state_dict())
     assert bool(sum(len(monitor.alarms) for monitor in whole)) == (model is Frozen or bool(planted))
+
+
+@pytest.mark.slow
+def test_monitors_that_have_seen_another_run_start_over(tmp_path: Path) -> None:
+    def run(made: list[InstabilityMonitor], planted: dict[int, str]) -> None:
+        trained = PlantedModel(planted, make_schedule=warm_up)
+        fit(trained, BATCHES, *made, max_epochs=1, default_root_dir=tmp_path)
+
+    used, new = monitors("warn"), monitors("warn")
+    run(used, {40: "spike", 45: "nan"})
+    assert any(monitor.alarms for monitor in used)
+    for made in (used, new):
+        run(made, {50: "nan"})
+    for one, other in zip(used, new, strict=True):
+        assert [alarm.message for alarm in one.alarms] == [a.message for a in other.alarms]
+        assert plain(one.state_dict()) == plain(other.state_dict())
+    assert any(monitor.alarms for monitor in used)

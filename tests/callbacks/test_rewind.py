@@ -236,3 +236,34 @@ def test_rewind_with_a_dataloader_iter_raises_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(MisconfigurationException, match="fetches them"):
         fit(Fetches(), make_batches(5), guard(tmp_path), default_root_dir=tmp_path)
+
+
+class _Grows(PlantedModel):
+    """Unfreezes a layer before the batch 35, and gives it to the optimizer."""
+
+    def on_fit_start(self) -> None:
+        self.net[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> Optimizer:
+        return Adam(self.net[3].parameters(), lr=3e-3)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 35:
+            self.net[0].requires_grad_(True)
+            self.optimizer.add_param_group({"params": list(self.net[0].parameters())})
+
+
+@pytest.mark.parametrize(
+    ("spike", "kind", "words"),
+    [(SPIKE, "rewind_to_step", "the checkpoint before step 36"), (35, "rewind_failed", "changed")],
+)
+def test_rewind_after_a_layer_has_joined_the_optimizer(
+    tmp_path: Path, spike: int, kind: str, words: str
+) -> None:
+    model, rewinding = _Grows({spike: "nan gradient"}), guard(tmp_path)
+    fit(model, make_batches(80), rewinding, default_root_dir=tmp_path)
+    alarm = next(each for each in rewinding.alarms if each.kind.startswith("rewind"))
+    assert alarm.kind == kind
+    assert words in alarm.message
+    is_finite = all(p.isfinite().all() for p in model.parameters())
+    assert is_finite == (kind == "rewind_to_step")
