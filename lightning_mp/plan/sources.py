@@ -74,7 +74,8 @@ def _builder(name: str) -> Callable[[str], _Built]:
     if has_transformers:
         import transformers
 
-        if name in CLIP_SIZES or hasattr(transformers, name) or "/" in name or "." in name:
+        is_class = hasattr(getattr(transformers, name, None), "config_class")
+        if name in CLIP_SIZES or is_class or "/" in name or "." in name:
             return _of_transformers
     raise ValueError(
         f"Passed `--model {name}`. It must be one of {', '.join(CLIP_SIZES)}, a class of "
@@ -120,6 +121,11 @@ def _of_transformers(name: str) -> _Built:
             f"Passed `--model {name}`, whose {type(config).__name__} describes one tower. `plan` "
             "needs a tower for images and one for texts. Pass a model with both, such as "
             "`CLIPModel` or `SiglipModel`, or the YAML file of your own run by `--config`."
+        )
+    if not hasattr(config.vision_config, "image_size"):  # as for `Siglip2Model`
+        raise ValueError(
+            f"Passed `--model {name}`, whose images have no fixed `image_size`. Pass the YAML file "
+            "of your own run by `--config`."
         )
     with _without_initial_values():
         model = make(config)

@@ -125,12 +125,23 @@ def _time_rows(
 
 def advice(subject: Subject, machine: Machine, batch: int) -> str:
     """Return one sentence: whether the batch fits, and what to change if not."""
-    passed, changed = [], subject
-    asked = needed = memory(METHODS[-1], batch, subject, machine)
-    if asked.peak > machine.gpu_bytes and not subject.offload:
-        changed = replace(changed, offload=True)
+    asked = memory(METHODS[-1], batch, subject, machine)
+    # The first of these that fits; micro-batches below an eighth would slow the towers down.
+    sizes = [max(1, subject.micro_batch >> halvings) for halvings in range(4)]
+    choices = [
+        replace(subject, offload=offload, micro_batch=size)
+        for offload in dict.fromkeys((subject.offload, True))
+        for size in sizes
+    ]
+    needs = [memory(METHODS[-1], batch, choice, machine) for choice in choices]
+    fits = (index for index, need in enumerate(needs) if need.peak <= machine.gpu_bytes)
+    chosen = next(fits, len(choices) - len(sizes))
+    changed, needed = choices[chosen], needs[chosen]
+    passed = []
+    if changed.offload and not subject.offload:
         passed.append('offload="host"')
-        needed = memory(METHODS[-1], batch, changed, machine)
+    if changed.micro_batch < subject.micro_batch:
+        passed.append(f"micro_batch_size={changed.micro_batch}")
     if needed.peak > machine.gpu_bytes:
         by_device, _ = largest(METHODS[-1], changed, machine)
         remedy = (

@@ -103,6 +103,14 @@ def test_batch_of_less_than_a_pair_per_rank_is_refused(tmp_path: Path) -> None:
         main(["plan", "--config", config(tmp_path, WithLoader), "--batch", "3"])
 
 
-def test_model_with_one_tower_raises_an_error_in_a_sentence() -> None:
-    with pytest.raises(SystemExit, match="whose ViTConfig describes one tower"):
-        main(["plan", "--model", "ViTModel", "--batch", "1k"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ViTModel", "whose ViTConfig describes one tower"),
+        ("Siglip2Model", "whose images have no fixed `image_size`"),
+        ("CLIPConfig", "Passed `--model CLIPConfig`. It must be one of"),
+    ],
+)
+def test_model_that_cannot_be_planned_raises_an_error_in_a_sentence(name: str, said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        main(["plan", "--model", name, "--batch", "1k"])
