@@ -128,14 +128,15 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
     asked = memory(METHODS[-1], batch, subject, machine)
     # The first of these that fits; micro-batches below an eighth would slow the towers down.
     sizes = [max(1, subject.micro_batch >> halvings) for halvings in range(4)]
+    offloads = list(dict.fromkeys((subject.offload, True)))
     choices = [
         replace(subject, offload=offload, micro_batch=size)
-        for offload in dict.fromkeys((subject.offload, True))
         for size in sizes
+        for offload in offloads
     ]
     needs = [memory(METHODS[-1], batch, choice, machine) for choice in choices]
     fits = (index for index, need in enumerate(needs) if need.peak <= machine.gpu_bytes)
-    chosen = next(fits, len(choices) - len(sizes))
+    chosen = next(fits, len(offloads) - 1)
     changed, needed = choices[chosen], needs[chosen]
     passed = []
     if changed.offload and not subject.offload:
