@@ -11,7 +11,7 @@ from lightning_mp.callbacks._step.training_state import scaler_of
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.optim._found_inf import takes_found_inf, takes_grad_scale
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
-from lightning_mp.precision._scaling.step_control import HeldSchedule, hold_global_step
+from lightning_mp.precision._scaling.step_control import held, hold_global_step
 from lightning_mp.precision._weights.ledger import parameters_of
 
 __all__ = ["StepSkipper"]
@@ -29,9 +29,7 @@ class StepSkipper:
         """Make LR schedules wait for skipped steps; call it when training starts."""
         if not isinstance(trainer.precision_plugin, ScaledPrecision):
             strategy = trainer.strategy
-            strategy.lr_scheduler_configs = [
-                HeldSchedule(config, lambda: self._held) for config in strategy.lr_scheduler_configs
-            ]
+            strategy.lr_scheduler_configs = held(strategy.lr_scheduler_configs, lambda: self._held)
 
     def skip(self, trainer: pl.Trainer, optimizer: Optimizer, flag: Tensor | None = None) -> None:
         """Skip the next step if `flag`, an fp32 scalar on the device, is 1.
@@ -73,6 +71,7 @@ class StepSkipper:
 
     def _hold(self, trainer: pl.Trainer) -> None:
         self._held = True
+        self.attach(trainer)  # again, because schedules may have been replaced
         hold_global_step(trainer.lightning_module)
 
     def _merge(self, optimizer: Optimizer, *_: object) -> None:

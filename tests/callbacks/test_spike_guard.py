@@ -112,6 +112,21 @@ def test_step_of_a_fused_optimizer_with_the_state_of_another_is_skipped(tmp_path
     assert recorder.moved == [True, True, False, True]
 
 
+@pytest.mark.filterwarnings("ignore:`SpikeGuard.action=.skip..` reads one flag")
+def test_schedules_that_are_replaced_in_training_wait_for_skipped_steps(tmp_path: Path) -> None:
+    class Replaces(PlantedModel):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.trainer.strategy.setup_optimizers(self.trainer)
+
+    recorder = StepRecorder()
+    model = Replaces({3: "nan", 4: "nan"}, OPTIMIZERS["adamw"], warm_up)
+    fit(model, make_batches(6), quick(action="skip"), recorder, default_root_dir=tmp_path)
+    assert recorder.moved == [True, True, True, False, False, True]
+    # Two of the four steps of the new schedule are skipped.
+    assert recorder.lrs[-1] == recorder.lrs[1]
+
+
 @pytest.mark.slow
 def test_warn_by_default_changes_no_weight(tmp_path: Path) -> None:
     def train(*callbacks: pl.Callback) -> PlantedModel:
