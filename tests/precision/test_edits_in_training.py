@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16, SafeAdamW
-from tests.precision.models import Regression, fit, loader, parameters_of, relative
+from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of, relative
 
 SCALE = LossScaleConfig(init_scale=2.0**10)
 # A step of a half weight is rounded by 2^-11 or 2^-8; the runs take 8 steps.
@@ -167,3 +168,30 @@ def test_weight_resized_through_data_trains_as_in_fp32(make_plugin: Any, optimiz
             self.network[2] = nn.Identity()
 
     trained_as_in_fp32(lambda: Grows(make_optimizer=optimizer), make_plugin())
+
+
+# --- several Trainers ----------------------------------------------------------------------------
+
+
+class _Evaluates(Regression):
+    """Evaluates another model after every epoch, with a Trainer of its own."""
+
+    def __init__(self, plugin: Any) -> None:
+        super().__init__()
+        self.plugin, self.dtypes = plugin, set[torch.dtype]()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.dtypes.add(self.network[0].weight.dtype)
+
+    def on_train_epoch_end(self) -> None:
+        make_trainer(self.plugin).validate(Regression(seed=1), loader(1), verbose=False)
+
+
+@pytest.mark.parametrize("kind", [BalancedAMP, PureFP16])
+def test_plugin_serves_runs_in_turn_but_not_at_once(kind: Any) -> None:
+    plugin = kind(loss_scale=SCALE)
+    with pytest.raises(MisconfigurationException, match="the run of the first has not ended"):
+        fit(_Evaluates(plugin), plugin, loader(2))
+    model = _Evaluates(kind(loss_scale=SCALE))
+    fit(model, plugin, loader(2), max_epochs=2)
+    assert model.dtypes == {torch.float32 if kind is BalancedAMP else torch.float16}

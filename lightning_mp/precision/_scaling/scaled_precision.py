@@ -102,6 +102,7 @@ class ScaledPrecision(Precision, ForLightning):
                 f"`{type(self).__name__}` requires a `lightning.pytorch` Trainer and does not "
                 "support `Fabric(plugins=...)`. Pass it to `Trainer(plugins=...)`."
             )
+        self._ledger.check_unused(type(self).__name__)
         self._first = next(module.parameters(), None)
         return module
 
@@ -353,8 +354,7 @@ class ScaledPrecision(Precision, ForLightning):
         return any(g.any().item() for _, g in self.named_gradients(optimizer))
 
     def _was_skipped(self) -> bool:
-        has_overflowed = self.scaler is not None and self.scaler.last_step_skipped
-        return has_overflowed or self._skipped_on_request
+        return self._skipped_on_request or bool(self.scaler and self.scaler.last_step_skipped)
 
     def misses_plugin(self, optimizer: Optimizer) -> bool:
         """Return whether a step of the optimizer would use scaled gradients or half weights."""

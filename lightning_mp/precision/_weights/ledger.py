@@ -131,6 +131,14 @@ class Ledger:
         ):
             undo.callback(handle.remove)
 
+    def check_unused(self, plugin: str) -> None:
+        """Raise if a run is in progress; the end of a second one would undo its preparation."""
+        if self.root is not None:
+            raise MisconfigurationException(
+                f"Passed one `{plugin}` to two Trainers, and the run of the first has not ended. A "
+                f"plugin serves one run at a time. Pass another `{plugin}` to the second Trainer."
+            )
+
     def follow(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Replace the optimizers of the run; return those that are new."""
         known, self.optimizers = self.optimizers, list(optimizers)
