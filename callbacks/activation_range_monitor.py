@@ -132,6 +132,8 @@ class ActivationRangeMonitor(SamplingMonitor):
     @override
     def observe(self, step: TrainingStep) -> Tensor | None:
         sampled = self._sampler.take(self._state(step))
+        if sampled is None and self._sampler.modules:
+            self.warn_unmeasured(step.facts.step)
         # Ranks see different data, so a single rank may be near overflow.
         return None if sampled is None else step.gather(sampled[1], keys=sampled[0])
 

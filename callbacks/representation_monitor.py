@@ -122,13 +122,16 @@ class RepresentationMonitor(SamplingMonitor):
                 self.recorder.hooks.enter_context(hook)
 
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        if torch._C._are_functorch_transforms_active():
-            return  # `vmap` hides the samples
+        # A compiled function traces this hook, and `vmap` hides the samples.
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return
         found = next((t for t in tensors_in(output) if t.is_floating_point() and t.ndim > 1), None)
         if found is not None:
             self._add(name, found)
 
     def _add_call(self, name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():  # a compiled function traces this hook
+            return
         given = dict(zip((*_FEATURES, "logit_scale"), args, strict=False)) | kwargs
         received = [given.get(each) for each in _FEATURES]
         tensors = [x for x in received if isinstance(x, Tensor) and x.ndim == 2 and len(x)]
@@ -161,6 +164,8 @@ class RepresentationMonitor(SamplingMonitor):
     def observe(self, step: TrainingStep) -> Tensor | None:
         rows, self._rows = self._rows, {}
         if not rows:
+            if self._losses or self._towers:
+                self.warn_unmeasured(step.facts.step)
             return None
         device = step.trainer.strategy.root_device
         padded = [F.pad(row, (0, _WIDTH - len(row))) for row in rows.values()]

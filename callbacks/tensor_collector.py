@@ -168,6 +168,8 @@ class TensorCollector(SamplingMonitor):
                 self.recorder.hooks.enter_context(hook)
 
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():  # a compiled function traces this hook
+            return
         self._outputs[name] += [self._row(t) for t in tensors_in(output) if t.dtype in VALUE_DTYPES]
 
     @override
@@ -212,6 +214,8 @@ class TensorCollector(SamplingMonitor):
             parts = [part.to(home, non_blocking=True) for part in seen]
             parts = parts or [self._row(torch.empty(0, device=home))]
             self._rows[f"outputs/{name}"] = merge_moments(torch.stack(parts))
+        if self._outputs and not any(self._outputs.values()):
+            self.warn_unmeasured(step.facts.step)
         self._outputs.clear()
         rows, self._rows = self._rows, {}
         if not rows:

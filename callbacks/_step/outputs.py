@@ -75,7 +75,11 @@ class OutputSampler:
         rows, self._rows = self._rows, {}
         return list(rows), torch.stack([merge_rows(torch.stack(each)) for each in rows.values()])
 
+    # A compiled function traces the hooks of the modules that it calls, and would compile them.
+
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         for tensor in self._add(name, "activation", output):
             trained = differentiable(tensor) if self.backward else None
             if trained is not None:
@@ -86,7 +90,8 @@ class OutputSampler:
         self._add(name, "output_gradient", gradient)
 
     def _add_norm_input(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        self._add(name, "norm_input", args[:1])
+        if not torch.compiler.is_compiling():
+            self._add(name, "norm_input", args[:1])
 
     def _add_function(self, name: str, values: Mapping[str, Tensor]) -> None:
         for kind, value in values.items():

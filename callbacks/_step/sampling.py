@@ -6,10 +6,12 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats, stored_numels, tensor_stats
@@ -23,6 +25,7 @@ class SamplingMonitor(InstabilityMonitor):
 
     keeps: tuple[str, ...] = ("samples",)
     _until = -1  # last step of additional samples
+    _has_warned = False  # whether `warn_unmeasured` has warned
 
     def __init__(
         self, every_n_steps: int, baseline_samples: int = 10, repeat_after_steps: int = 1000
@@ -42,6 +45,12 @@ class SamplingMonitor(InstabilityMonitor):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._until = -1
+
+    def warn_unmeasured(self, step: int) -> None:
+        """Warn once if a step was due, but no module was measured."""
+        if self.is_due(step) and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(usage("unmeasured", callback=type(self).__name__))
 
     def sample_again(self, step: int) -> None:
         """Ask for a second sample after a step, whose own sample arrives a step or two later."""

@@ -1,6 +1,7 @@
 """Half weights and their residuals with torch optimizers, without a Trainer."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -153,9 +154,10 @@ def test_state_dict_with_keep_vars_returns_the_parameters_themselves() -> None:
     assert all(kept[n] is p for n, p in model.named_parameters(remove_duplicate=False))
 
 
-def test_deepcopy_of_a_converted_model_is_a_plain_half_model() -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copy_of_a_converted_model_is_a_plain_half_model(copied: Any) -> None:
     model, weights = converted()
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     weight = twin.body[0].weight
     assert weight not in weights
     assert twin.state_dict()["body.0.weight"].dtype == torch.float16

@@ -66,6 +66,9 @@ class HalfWeights:
     def __deepcopy__(self, memo: dict[int, object]) -> "HalfWeights":
         return self  # a copy of the model, such as an average, is an ordinary half model
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HalfWeights, (self.half, self.write_back)  # a pickled model is one, too
+
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return a new fp32 tensor with the value of a weight and its residual."""
         residual = self._residual_of(parameter)
