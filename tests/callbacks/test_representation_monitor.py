@@ -167,7 +167,8 @@ def test_tower_inside_vmap_is_not_measured() -> None:
             return torch.vmap(self.image)(batch.view(2, -1, 8)).square().mean()
 
     monitor = RepresentationMonitor(modules=["image"], every_n_steps=1)
-    make_trainer(callbacks=monitor).fit(Ensemble(ContrastiveLoss()))
+    with pytest.warns(UserWarning, match="`RepresentationMonitor` measured no module"):
+        make_trainer(callbacks=monitor).fit(Ensemble(ContrastiveLoss()))
     assert not monitor.history.curves
 
 
