@@ -1,12 +1,14 @@
 """Reads the YAML files of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 __all__ = ["read_config"]
+
+_PARTS = "trainer", "model", "data", "optimizer", "lr_scheduler"
 
 
 def read_config(paths: str | Sequence[str]) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def read_config(paths: str | Sequence[str]) -> dict[str, Any]:
                 f"Passed `--config {path}`, which holds no settings. It must be a YAML file as for "
                 "`lightning-mp fit --config`."
             )
-        settings = _with_files(settings.get("fit", settings), Path(path).parent)
+        settings = _with_files(settings.get("fit", settings), Path(path).parent, _PARTS)
         merged = dict(_merged(merged, settings))
     return merged
 
@@ -36,14 +38,16 @@ def _read(path: Path) -> Any:
         raise ValueError(f"Passed `--config {path}`, which is not valid YAML: {error}") from None
 
 
-def _with_files(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _with_files(settings: dict[str, Any], folder: Path, parts: Container[str]) -> dict[str, Any]:
     """Replace paths to files of a part, such as `trainer: trainer.yaml`, by the part."""
     found = {}
     for name, value in settings.items():
-        if isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
+        home = folder
+        if name in parts and isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
+            home = (folder / value).parent
             value = _read(folder / value)
         is_trainer = name == "trainer" and isinstance(value, dict)
-        found[name] = _with_files(value, folder) if is_trainer else value
+        found[name] = _with_files(value, home, value) if is_trainer else value
     return found
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_mp._config_files import read_config
 from lightning_mp.cli import main
 from lightning_mp.plan.config import subject_of_config
 from lightning_mp.plan.estimate import METHODS, Machine, memory
@@ -247,21 +248,31 @@ def test_workers_are_those_of_the_loader(
 def test_parts_in_files_of_their_own_are_read(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "part").mkdir()
     parts = {
-        "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "strategy.yaml"},
-        "strategy": {"class_path": "InfCLStrategy", "init_args": {"loader_batches_per_step": 3}},
+        "part/trainer": {"accelerator": "cpu", "devices": 2, "strategy": "strategy.yaml"},
+        "part/strategy": {
+            "class_path": "InfCLStrategy",
+            "init_args": {"loader_batches_per_step": 3},
+        },
         "model": {"class_path": f"{__name__}.WithLoaderHere"},
-        "run": {"trainer": "trainer.yaml", "model": "model.yaml"},
+        "run": {"trainer": "part/trainer.yaml", "model": "model.yaml"},
     }
     for name, part in parts.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(part))
-    # Beside the config, as for `fit`, not in the working directory.
+    # Beside the file that names them, as for `fit`, not in the working directory.
     main([command, "--config", str(tmp_path / "run.yaml")])
     printed = capsys.readouterr().out
     assert ("Batch 288 on 2 rank(s), 144 each" if command == "plan" else "14 checks") in printed
     (tmp_path / "model.yaml").unlink()
     with pytest.raises(SystemExit, match=r"model\.yaml"):
         main([command, "--config", str(tmp_path / "run.yaml")])
+
+
+def test_other_settings_may_name_files(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"  # for a CLI with an argument of its own
+    path.write_text(yaml.safe_dump({"labels": "labels.json"}))
+    assert read_config(str(path)) == {"labels": "labels.json"}
 
 
 class WithLoaderHere(WithLoader):
