@@ -195,3 +195,26 @@ def test_plugin_serves_runs_in_turn_but_not_at_once(kind: Any) -> None:
     model = _Evaluates(kind(loss_scale=SCALE))
     fit(model, plugin, loader(2), max_epochs=2)
     assert model.dtypes == {torch.float32 if kind is BalancedAMP else torch.float16}
+
+
+class _Tries(_Evaluates):
+    """Goes on after the refusal of the second Trainer."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with pytest.raises(MisconfigurationException, match="the run of the first has not ended"):
+            super().on_train_epoch_end()
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [BalancedAMP, PureFP16])
+def test_refused_trainer_leaves_the_run_as_it_was(kind: Any) -> None:
+    plugins = kind(loss_scale=SCALE), kind(loss_scale=SCALE)
+    alone, beside = Regression(), _Tries(plugins[1])
+    for model, plugin in zip((alone, beside), plugins, strict=True):
+        fit(model, plugin, loader(4))
+    pairs = zip(parameters_of(alone), parameters_of(beside), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    # The plugin is free again.
+    fit(Regression(), plugins[1], loader(1))

@@ -148,6 +148,8 @@ class ScaledPrecision(Precision, ForLightning):
 
     @override
     def teardown(self) -> None:
+        if self._ledger.ends_refused():
+            return
         self._undo.close()
         self._unscaled.clear()
         self._first = self._parameters = self._skip_request = None
@@ -391,10 +393,8 @@ class ScaledPrecision(Precision, ForLightning):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.scaler is not None and type(self).__qualname__ not in checkpoint:
-            states = [checkpoint[key] for key in _KEYS if checkpoint.get(key)]
-            if states:
-                self.scaler.load_state_dict(states[0])
+        if type(self).__qualname__ not in checkpoint:
+            self.load_state_dict(next((checkpoint[k] for k in _KEYS if checkpoint.get(k)), {}))
 
     def _first_device(self) -> torch.device:
         return torch.device("cpu") if self._first is None else self._first.device

@@ -85,6 +85,7 @@ class Ledger:
         self.stepping: Optimizer | None = None  # the optimizer that the plugin steps now
         self.is_changed = True  # modules or parameters may have been replaced
         self.root: nn.Module | None = None
+        self._is_refused = False  # whether a second Trainer was refused, and has not ended yet
         self._names: dict[int, str] = {}
 
     def __contains__(self, parameter: object) -> bool:
@@ -134,10 +135,16 @@ class Ledger:
     def check_unused(self, plugin: str) -> None:
         """Raise if a run is in progress; the end of a second one would undo its preparation."""
         if self.root is not None:
+            self._is_refused = True
             raise MisconfigurationException(
                 f"Passed one `{plugin}` to two Trainers, and the run of the first has not ended. A "
                 f"plugin serves one run at a time. Pass another `{plugin}` to the second Trainer."
             )
+
+    def ends_refused(self) -> bool:
+        """Return whether the Trainer that ends is one that `check_unused` has refused."""
+        is_refused, self._is_refused = self._is_refused, False
+        return is_refused
 
     def follow(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Replace the optimizers of the run; return those that are new."""
