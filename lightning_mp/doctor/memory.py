@@ -29,8 +29,7 @@ def memory_findings(
         return []
     per_node = subject.devices or 1
     ranks = per_node * subject.nodes
-    sizes = gpu_memory * GIB, host_memory * GIB
-    machine = Machine(ranks, *sizes, per_node, subject.workers)
+    machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node)
     batch = (subject.rank_batch or 1) * ranks
     need = memory(METHODS[-1], batch, subject, machine)
     if need.peak <= machine.gpu_bytes and need.host <= machine.host_bytes:

@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lightning_mp.plan.subject import Subject
 
 __all__ = ["pairs_of", "plan"]
@@ -71,19 +69,21 @@ def plan(
     try:
         asked = None if batch is None else pairs_of(batch, "--batch")
         per_epoch = None if pairs is None else pairs_of(pairs, "--pairs")
-        counts = {"gpus": gpus, "gpus-per-node": gpus_per_node, "micro-batch": micro_batch}
-        sizes = {"gpu-memory": gpu_memory, "host-memory": host_memory}
-        rates = {"network": network, "tflops": tflops, "pairs-per-second": pairs_per_second}
-        _check_positive({**counts, "loader-batches": loader_batches, **sizes, **rates})
+        positive: dict[str, float | None] = {"gpus": gpus, "gpus-per-node": gpus_per_node}
+        positive |= {"micro-batch": micro_batch, "loader-batches": loader_batches}
+        positive |= {"gpu-memory": gpu_memory, "host-memory": host_memory, "network": network}
+        positive |= {"tflops": tflops, "pairs-per-second": pairs_per_second}
+        for name, value in positive.items():
+            if value is not None and value <= 0:
+                raise ValueError(f"Passed `--{name} {value}`. It must be greater than 0.")
         if workers is not None and workers < 0:
             raise ValueError(f"Passed `--workers {workers}`. It must be at least 0.")
         if (config is None) == (model is None):
             raise ValueError("pass either `--config` or `--model`.")
         subject = _subject(config, model, precision)
-        given = {"micro_batch": micro_batch, "offload": offload, "loader_batches": loader_batches}
-        given["workers"] = workers
-        chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        subject = replace(subject, **chosen)
+        given: dict[str, Any] = {"micro_batch": micro_batch, "offload": offload}
+        given |= {"loader_batches": loader_batches, "workers": workers}
+        subject = replace(subject, **{k: v for k, v in given.items() if v is not None})
         per_node = gpus_per_node or subject.devices or _GPUS
         ranks = gpus or per_node * subject.nodes
         if batch is None:
@@ -99,15 +99,9 @@ def plan(
         raise SystemExit(f"lightning-mp plan: {error}") from None
     if asked is None:
         raise SystemExit("lightning-mp plan: pass the global batch by `--batch`, such as 1024k.")
-    machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node, subject.workers, device)
+    machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node, device)
     print("\n".join(plan_lines(subject, machine, asked, rate, per_epoch)))
     print(f"\nAdvice: {advice(subject, machine, asked)}")
-
-
-def _check_positive(options: Mapping[str, float | None]) -> None:
-    for name, value in options.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"Passed `--{name} {value}`. It must be greater than 0.")
 
 
 def pairs_of(text: str, option: str) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.fabric.connector import _convert_precision_to_unified_args
+from lightning.fabric.utilities.device_parser import _normalize_parse_gpu_string_input
 
 from lightning_mp._config_files import read_config
 from lightning_mp.plan.dry_run import DryRun
@@ -73,9 +74,8 @@ def _class_and_arguments(described: Any) -> tuple[str, dict[str, Any]]:
 
 def _devices(devices: Any) -> int | None:
     """Return the ranks of a node, `None` if the config does not say."""
-    if isinstance(devices, str) and devices.strip("0123456789, ") == "":
-        # As for the Trainer, "2" is a number and "0,1" or "1," are indices.
-        devices = [n for n in devices.split(",") if n.strip()] if "," in devices else int(devices)
+    if devices != "auto":  # for the Trainer, "2" is a number, and "0,1" or "1," are indices
+        devices = _normalize_parse_gpu_string_input(devices)
     if isinstance(devices, list):
         return len(devices)
     return devices if isinstance(devices, int) and devices > 0 else None

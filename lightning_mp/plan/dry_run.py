@@ -153,7 +153,7 @@ class DryRun:
             return x.to(precision.activations) if is_half else x
 
         def step(size: int) -> None:
-            batch = map_tensors(self._resized(self.batch, size, fake), to_half)
+            batch = map_tensors(self._resized(self.batch, size), to_half)
             batch = model._on_before_batch_transfer(batch)
             batch = model._apply_batch_transfer_handler(batch, torch.device("cpu"))
             self._stepped[size] = _bytes(batch)
@@ -168,14 +168,12 @@ class DryRun:
         self._trainer._data_connector.attach_data(model, datamodule=self._data)
         return model
 
-    def _resized(self, value: Any, size: int, fake: bool) -> Any:
-        """Return a batch with the rows of `size` pairs; the values of a fake one do not matter."""
+    def _resized(self, value: Any, size: int) -> Any:
+        """Return a batch with the rows of `size` pairs."""
         if isinstance(value, Tensor):
             if not self._has_rows(value):
                 return value
             rows = size * (len(value) // self.pairs)
-            if fake:
-                return torch.empty((rows, *value.shape[1:]), dtype=value.dtype)
             return value[torch.arange(rows) % len(value)]
         opened = open_container(value)
         if opened is None:
@@ -184,7 +182,7 @@ class DryRun:
         # One item for each pair, such as a text; a batch of two fields may have two pairs.
         if is_list and len(items) == self.pairs and not any(map(self._has_rows, items)):
             return type(value)([items[index % self.pairs] for index in range(size)])
-        return opened.close([self._resized(item, size, fake) for item in items])
+        return opened.close([self._resized(item, size) for item in items])
 
     def _has_rows(self, value: object) -> bool:
         """Return whether a tensor has one or more rows for each pair."""

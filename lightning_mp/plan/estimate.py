@@ -43,7 +43,6 @@ class Machine:
     gpu_bytes: float  # memory of a GPU
     host_bytes: float  # memory of a node
     gpus_per_node: int  # ranks that share a node
-    workers: int  # loader workers of a rank
     device: str = "cuda"  # `"cuda"` or `"cpu"`, the device of the loss
 
     @property
@@ -125,7 +124,7 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
             rank_batch=rank_batch,
             pair_bytes=subject.host_pair_bytes,
             ranks=machine.ranks_per_node,
-            workers=machine.workers,
+            workers=subject.workers,
             loader_batches=subject.loader_batches,
         ),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from lightning_mp.plan.estimate import METHODS, Machine, Rate, Seconds, exchanged, largest, memory
 from lightning_mp.plan.formulas import GIB, epoch_hours
@@ -70,7 +71,7 @@ def plan_lines(
     ours = memory(METHODS[-1], batch, subject, machine)
     yield (
         f"Host: {_size(ours.host)} a node of {_size(machine.host_bytes)}, for "
-        f"{machine.ranks_per_node} rank(s), {machine.workers} workers each, loader batches a "
+        f"{machine.ranks_per_node} rank(s), {subject.workers} workers each, loader batches a "
         f"step: {subject.loader_batches}, {_size(subject.host_pair_bytes)} a pair"
     )
     sent, flops = exchanged(METHODS[-1], batch, subject, machine)
@@ -125,19 +126,16 @@ def _time_rows(
 
 def advice(subject: Subject, machine: Machine, batch: int) -> str:
     """Return one sentence: whether the batch fits, and what to change if not."""
-    asked = memory(METHODS[-1], batch, subject, machine)
-    # The first of these that fits; micro-batches below an eighth would slow the towers down.
-    sizes = [max(1, subject.micro_batch >> halvings) for halvings in range(4)]
-    offloads = list(dict.fromkeys((subject.offload, True)))
-    choices = [
-        replace(subject, offload=offload, micro_batch=size)
-        for size in sizes
-        for offload in offloads
-    ]
-    needs = [memory(METHODS[-1], batch, choice, machine) for choice in choices]
-    fits = (index for index, need in enumerate(needs) if need.peak <= machine.gpu_bytes)
-    chosen = next(fits, len(offloads) - 1)
-    changed, needed = choices[chosen], needs[chosen]
+    need = partial(memory, METHODS[-1], batch, machine=machine)
+    # Micro-batches below an eighth would slow the towers down.
+    choices = (
+        replace(subject, offload=offload, micro_batch=max(1, subject.micro_batch >> halvings))
+        for halvings in range(4)
+        for offload in dict.fromkeys((subject.offload, True))
+    )
+    fits = (choice for choice in choices if need(choice).peak <= machine.gpu_bytes)
+    changed = next(fits, replace(subject, offload=True))
+    needed = need(changed)
     passed = []
     if changed.offload and not subject.offload:
         passed.append('offload="host"')
@@ -159,7 +157,7 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
         most = batch // machine.gpus  # a loader batch has at least one pair
         while 2 * changed.loader_batches <= most and needed.host > machine.host_bytes:
             changed = replace(changed, loader_batches=2 * changed.loader_batches)
-            needed = memory(METHODS[-1], batch, changed, machine)
+            needed = need(changed)
         passed.append(f"loader_batches_per_step={changed.loader_batches}")
     by_device, by_host = largest(METHODS[-1], changed, machine)
     if needed.host > machine.host_bytes:
@@ -169,7 +167,7 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
             "or images as uint8, a quarter of fp32."
         )
     if passed:
-        loaded = batch // machine.gpus // changed.loader_batches
+        asked, loaded = need(subject), batch // machine.gpus // changed.loader_batches
         return (
             f"{batch:,} pairs need {_size(asked.peak)} of {_size(machine.gpu_bytes)} a GPU, "
             f"{_size(asked.data)} of it data, and {_size(asked.host)} of "

@@ -28,6 +28,7 @@ from lightning_mp.plan.subject import StaticBytes, TowerBytes
 __all__ = ["SIZES", "blank", "computing_in", "measure_towers"]
 
 SIZES = 2, 6  # pairs of the two steps that are measured
+_ADDED = SIZES[1] - SIZES[0]
 
 
 def computing_in(precision: StaticBytes) -> AbstractContextManager[None]:
@@ -199,15 +200,13 @@ def _calls(
 def _slope(few: Sequence[_Call], many: Sequence[_Call]) -> TowerBytes:
     def per_pair(name: str) -> float:
         least, most = (sum(getattr(call, name) for call in calls) for calls in (few, many))
-        return float(most - least) / (SIZES[1] - SIZES[0])
+        return float(most - least) / _ADDED
 
     return TowerBytes(
         saved_per_pair=per_pair("saved"),
         # The activations of a call are freed before the next one is replayed.
         peak_per_row=max(map(_peak_per_row, few, many)),
-        tokens_per_pair=max(
-            (b.tokens - a.tokens) / (SIZES[1] - SIZES[0]) for a, b in zip(few, many, strict=True)
-        ),
+        tokens_per_pair=max((b.tokens - a.tokens) / _ADDED for a, b in zip(few, many, strict=True)),
         flops_per_pair=per_pair("flops"),
         # The gradients of earlier calls are kept while another call is replayed.
         parameters=sum(sorted(call.parameters for call in few)[-2:]),

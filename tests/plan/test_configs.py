@@ -1,6 +1,7 @@
 """`plan` for configs of many kinds: loaders, hooks, precisions and devices."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def test_strings_have_rows_and_a_shared_table_has_none(tmp_path: Path) -> None:
 def test_batch_of_the_device_differs_from_that_of_the_loader(tmp_path: Path) -> None:
     found = subject(tmp_path, Bytes)
     assert (found.loaded_pair_bytes, found.pair_bytes) == (12 + 4 * 6, 4 * (12 + 6))
-    need = memory(METHODS[-1], ROWS, found, Machine(1, 2**40, 2**40, 1, found.workers, "cpu"))
+    need = memory(METHODS[-1], ROWS, found, Machine(1, 2**40, 2**40, 1, "cpu"))
     assert need.data == ROWS * 4 * (12 + 6)
     assert need.host == ROWS * (12 + 4 * 6)
 
@@ -222,17 +223,17 @@ def test_strategy_tells_whether_weights_are_sharded(
 
 def test_advice_names_no_batch_if_not_even_one_pair_fits(tmp_path: Path) -> None:
     found = subject(tmp_path, WithLoaderHere)
-    said = advice(found, Machine(2, 100.0, 2.0**40, 2, 0, "cpu"), 64)
+    said = advice(found, Machine(2, 100.0, 2.0**40, 2, "cpu"), 64)
     assert "no batch fits beside" in said
     assert "batch of 0" not in said
-    said = advice(found, Machine(2, 2.0**40, 100.0, 2, 0, "cpu"), 64)
+    said = advice(found, Machine(2, 2.0**40, 100.0, 2, "cpu"), 64)
     assert "hosts: no batch fits: take more nodes" in said
 
 
 def test_advice_about_loader_batches_keeps_the_batch(tmp_path: Path) -> None:
-    found = subject(tmp_path, WithLoaderHere)
+    found = replace(subject(tmp_path, WithLoaderHere), workers=8)
     # 17 batches of 72 bytes a pair would be in host memory: one in use, and two of 8 workers.
-    said = advice(found, Machine(1, 2.0**40, 8 * 64 * 72.0, 1, 8, "cpu"), 64)
+    said = advice(found, Machine(1, 2.0**40, 8 * 64 * 72.0, 1, "cpu"), 64)
     assert "`InfCLStrategy(loader_batches_per_step=4)`, and load 16 pairs at a time" in said
 
 

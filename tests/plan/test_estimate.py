@@ -28,7 +28,7 @@ def _subject(precision: str) -> Subject:
 
 
 def _machine(gpus: int, device: str) -> Machine:
-    return Machine(gpus, 2.0**40, 2.0**40, gpus, 0, device)
+    return Machine(gpus, 2.0**40, 2.0**40, gpus, device)
 
 
 def _counted(batch: int) -> int:

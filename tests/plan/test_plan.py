@@ -121,7 +121,7 @@ def _subject(**changes: object) -> Subject:
 
 
 def test_largest_batch_of_each_method_just_fits() -> None:
-    subject, machine = _subject(offload=True), Machine(8, 80 * GIB, 1000 * GIB, 8, 8)
+    subject, machine = _subject(offload=True), Machine(8, 80 * GIB, 1000 * GIB, 8)
     found = []
     for method in METHODS:
         by_device, by_host = largest(method, subject, machine)
@@ -146,7 +146,7 @@ def test_largest_batch_of_each_method_just_fits() -> None:
     (2, 1000, 8192, "no batch fits beside 1.7 GiB of static memory. Take a smaller micro-batch"),
 ])  # fmt: skip
 def test_advice_names_what_to_change(gpu: int, host: int, batch: int, said: str) -> None:
-    assert said in advice(_subject(), Machine(8, gpu * GIB, host * GIB, 8, 8), batch)
+    assert said in advice(_subject(), Machine(8, gpu * GIB, host * GIB, 8), batch)
 
 
 def test_plan_without_arguments_lists_the_options() -> None:
@@ -304,6 +304,6 @@ def test_demo_is_predicted_within_15_percent_of_its_peak(
         measured = peak_allocated(run)
     subject = replace(subject_of_config(CONFIG), micro_batch=micro_batch)
     assert subject.found == "on tensors without memory"
-    machine = Machine(1, 16 * GIB, 16 * GIB, 1, 0, "cpu")
+    machine = Machine(1, 16 * GIB, 16 * GIB, 1, "cpu")
     predicted = memory(METHODS[-1], batch, subject, machine).peak
     assert abs(predicted / measured - 1) <= 0.15
