@@ -182,4 +182,6 @@ class AdamStateMonitor(SamplingMonitor):
 
 
 def _is_of_adam(group: dict[str, Any]) -> bool:
-    return "betas" in group and "eps" in group
+    # Adan and CAME have three decay rates, and CAME has two epsilons.
+    betas, eps = group.get("betas", ()), group.get("eps")
+    return len(betas) == 2 and isinstance(eps, int | float)

@@ -42,9 +42,12 @@ class AdamField(IntEnum):
 
 
 def has_second_moments(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Return whether an optimizer has Adam's moments of a parameter."""
+    """Return whether an optimizer has Adam's moments of each value of a parameter."""
     state = optimizer.state.get(parameter, {})
-    return "exp_avg" in state and "exp_avg_sq" in state and not _quantized_in(state)
+    moments = [state.get("exp_avg"), state.get("exp_avg_sq")]
+    # GaLore's moments have a lower rank, those of Adam-mini are means over blocks.
+    are_whole = all(isinstance(m, Tensor) and m.shape == parameter.shape for m in moments)
+    return are_whole and not _quantized_in(state)
 
 
 def quantized_states(optimizer: Optimizer) -> list[str]:
@@ -107,7 +110,7 @@ def adam_statistics(
 def _values_of(optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> list[Tensor] | None:
     """Return the flat values of weight, gradient and Adam's two states, if there are any."""
     state = optimizer.state.get(parameter, {})
-    if "exp_avg_sq" not in state or not local_shard(gradient).numel():
+    if not has_second_moments(optimizer, parameter) or not local_shard(gradient).numel():
         return None
     tensors = map(local_shard, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
     # Complex values are viewed as real and imaginary parts, as in torch's step.

@@ -262,7 +262,7 @@ def test_schedule_that_ends_near_zero_raises_no_alarm() -> None:
 
 def test_adam_monitor_warns_if_no_optimizer_is_adam() -> None:
     watcher = monitor()
-    with pytest.warns(UserWarning, match="no optimizer has `betas`"):
+    with pytest.warns(UserWarning, match="no optimizer has two `betas`"):
         watch(Watched(None, lambda p: SGD(p, 0.01), steps=3), [watcher])
     assert watcher.samples == 0
 

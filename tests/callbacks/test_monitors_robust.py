@@ -186,6 +186,46 @@ def test_monitors_accept_complex_weights(tmp_path: Path, plugin: Any) -> None:
     assert "network.1.weight" in adam.history.maps["update_rms"]["names"]
 
 
+class OtherStates(SGD):
+    """Steps like SGD, and has settings and states that resemble Adam's, for the first parameter.
+
+    Args:
+        settings: Entries of the parameter group.
+        shape: Shape of the states.
+    """
+
+    def __init__(self, parameters: Any, settings: dict[str, Any], shape: Any) -> None:
+        super().__init__(parameters, lr=1e-3)
+        self.param_groups[0].update(settings)
+        self.shape = shape
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        first = self.param_groups[0]["params"][0]
+        self.state[first] = {name: torch.ones(self.shape) for name in ("exp_avg", "exp_avg_sq")}
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        ({"betas": (0.98, 0.92, 0.99), "eps": 1e-8}, (16, 16)),
+        ({"betas": (0.9, 0.999), "eps": (1e-30, 1e-16)}, (16, 16)),
+        ({"betas": (0.9, 0.999), "eps": 1e-8}, (2, 16)),
+        ({"betas": (0.9, 0.999), "eps": 1e-8}, ()),
+    ],
+    ids=["Adan", "CAME", "GaLore", "Adam-mini"],
+)
+@pytest.mark.filterwarnings("ignore:Passed `AdamStateMonitor`, but")
+def test_adam_monitor_leaves_out_states_that_are_not_those_of_adam(
+    tmp_path: Path, settings: dict[str, Any], shape: Any
+) -> None:
+    monitor = AdamStateMonitor(every_n_steps=1)
+    trainer = make_trainer(callbacks=[monitor], default_root_dir=tmp_path, max_epochs=1)
+    trainer.fit(Watched(make_optimizer=lambda p: OtherStates(p, settings, shape), steps=5))
+    assert monitor.samples == 0
+
+
 class Renamed(AdamW):
     """Has Adam's states for all parameters, but other names of betas for some groups."""
 
