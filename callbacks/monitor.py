@@ -132,7 +132,7 @@ class InstabilityMonitor(Learning, pl.Callback):
             self.history.forget_from(step_of(trainer))
             if self._fresh is None:
                 self._fresh = copy.deepcopy(self.state_dict())
-            elif step_of(trainer) == 0:  # another run than the one whose state this is
+            elif step_of(trainer) == 0:  # the state is that of an earlier run
                 self.load_state_dict(self._fresh)
 
     def observe(self, step: TrainingStep) -> Tensor | None:

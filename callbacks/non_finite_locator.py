@@ -101,7 +101,7 @@ class NonFiniteLocator(InstabilityMonitor):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._newest_named = None  # before a state is loaded
+        self._newest_named = None  # here, because a checkpoint is loaded after `setup`
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""A metric that stores a list of rows, and that an error leaves as it was."""
+"""Base class of metrics that store rows, and keep them after an error."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class StoredRows(Metric):
     value: str | None
 
     def _check(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ValueError if a batch is invalid or does not fit the state."""
+        """Raise `ValueError` if a batch is invalid or does not fit the state."""
         raise NotImplementedError
 
     def _compute(self) -> dict[str, Tensor]:

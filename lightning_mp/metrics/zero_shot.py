@@ -208,8 +208,8 @@ class ZeroShotAccuracy(StoredRows):
                 )
             # Normalized sums equal normalized means.
             self._classes_CD = unit_rows(self._sums_CD)[0]
-            # A `MetricCollection` lets one metric update for others of equal states. Ranks of other
-            # prompts may be equal for one batch, so the weights are part of the state.
+            # A `MetricCollection` updates only one of several metrics with equal states. Different
+            # prompts may give equal ranks in the first batch, so the checksum is a state.
             flat = self._classes_CD.float().flatten()
             self._checksum = flat @ torch.arange(1.0, len(flat) + 1, device=flat.device).sin_()
         return self._classes_CD

@@ -11,13 +11,13 @@ outside_transforms = temporarily_clear_interpreter_stack
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the tensor behind a tensor of a transform; for `vmap`, it holds all samples."""
+    """Return the tensor behind a tensor of a transform; for `vmap`, the tensor of all samples."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
 def differentiable(tensor: Tensor) -> Tensor | None:
-    """Return the tensor, or the tensor behind it, whose hooks receive a gradient, if any."""
+    """Return the tensor, or the tensor behind it, that receives a gradient; `None` if none does."""
     found = tensor if tensor.requires_grad else unwrapped(tensor)
     return found if found.requires_grad else None

@@ -19,7 +19,7 @@ __all__ = ["subject_of_config"]
 
 
 def subject_of_config(paths: str | Sequence[str], precision: str | None = None) -> Subject:
-    """Make model and data of a config, and measure its towers in one training step.
+    """Make the model and data of a config, and measure the towers in two training steps.
 
     No Trainer of the config is made, so a config for 256 GPUs can be planned on a laptop. The bytes
     of a pair are those of the first batch of the training loader.
@@ -73,7 +73,7 @@ def _class_and_arguments(described: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _devices(devices: Any) -> int | None:
-    """Return the ranks of a node, `None` if the config does not say."""
+    """Return the ranks of a node; `None` if the config gives no number."""
     if devices != "auto":  # for the Trainer, "2" is a number, and "0,1" or "1," are indices
         devices = _normalize_parse_gpu_string_input(devices)
     if isinstance(devices, list):

@@ -50,7 +50,7 @@ class _Trainer(Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int:
-        return 1000  # schedules ask for the number of steps, on which states do not depend
+        return 1000  # for schedules; the states do not depend on the number of steps
 
 
 class DryRun:
@@ -102,7 +102,7 @@ class DryRun:
     def measured(
         self, towers: Sequence[str], precision: StaticBytes
     ) -> tuple[LightningModule, list[Optimizer], dict[str, TowerBytes], str]:
-        """Measure on tensors without memory, or on a few pairs if the model cannot run on them.
+        """Measure on tensors without memory, or on a few pairs if the model needs values.
 
         Returns:
             The model, its optimizers, the figures of its towers, and on which tensors they were
@@ -137,7 +137,7 @@ class DryRun:
             try:
                 found = [find_tower(model, name) for name in towers]
             except ValueError:
-                # Only now, because it may shard over a mesh, which does not exist here.
+                # Last, because the hook may shard weights over a mesh, which does not exist here.
                 model.configure_model()
                 found = [find_tower(model, name) for name in towers]
         if fake:
@@ -179,7 +179,7 @@ class DryRun:
         if opened is None:
             return value
         items, is_list = opened.items, isinstance(value, (list, tuple))
-        # One item for each pair, such as a text; a batch of two fields may have two pairs.
+        # One item for each pair, such as a text. A batch of two pairs may also have two fields.
         if is_list and len(items) == self.pairs and not any(map(self._has_rows, items)):
             return type(value)([items[index % self.pairs] for index in range(size)])
         return opened.close([self._resized(item, size) for item in items])

@@ -77,7 +77,7 @@ class _Counter(TorchDispatchMode):
         # Storages of arguments, such as weights, existed before.
         known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         returned = func(*args, **kwargs)
-        # Not by `FlopCounterMode`, which keeps what checkpointing recomputes in memory.
+        # `FlopCounterMode` would keep recomputed activations in memory.
         if count := flop_registry.get(func._overloadpacket):
             self.flops += count(*args, **kwargs, out_val=returned)
         for tensor in tensors_in(returned):
@@ -147,7 +147,7 @@ def measure_towers(
 ) -> dict[str, TowerBytes]:
     """Run a step at two sizes, and return the difference per pair for each tower.
 
-    A tower whose calls are all inside of another tower counts for the outer one.
+    A tower that runs only inside another tower counts as a part of the outer tower.
 
     Raises:
         ValueError: The step did not call a tower.

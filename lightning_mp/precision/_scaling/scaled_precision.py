@@ -335,7 +335,7 @@ class ScaledPrecision(Precision, ForLightning):
                 ):
                     return False
             except FloatingPointError:
-                if not stop_rate_finder(self._ledger.root):  # whose rates rise until steps fail
+                if not stop_rate_finder(self._ledger.root):  # rates rise until steps fail
                     raise
                 return False
         self._skipped_on_request = request is not None and request.item() != 0

@@ -70,7 +70,7 @@ def replace_forward(
 @functools.cache
 def _code_for(name: str, code: types.CodeType) -> types.CodeType:
     # Dynamo compiles a code object at most eight times, and learns by its name which sizes change.
-    # The classes of a model must not share both, as none of them does without a plugin.
+    # Every class needs a code object of its own, as without the plugin.
     return code.replace(co_name=name)
 
 
