@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from lightning_mp._nested import map_tensors, open_container, tensors_in
 from lightning_mp.gradient_cache._served.towers import find_tower
@@ -51,6 +52,18 @@ class _Trainer(Trainer):
     @property
     def estimated_stepping_batches(self) -> int:
         return 1000  # for schedules; the states do not depend on the number of steps
+
+
+class _WithoutValues(FakeTensorMode):
+    """A mode whose tensors have no values, not even `torch.tensor(0)`, as in batch normalization.
+
+    `copy.deepcopy` of a tensor with a value fails in torch 2.13, and the next garbage collection
+    ends the process with a segmentation fault.
+    """
+
+    @override
+    def may_turn_const(self, t: Tensor) -> bool:
+        return False
 
 
 class DryRun:
@@ -110,10 +123,11 @@ class DryRun:
         """
         # Some models cannot be made without memory, because open_clip moves its models to a device.
         # Others read values, or have operators without a shape function.
-        for made_in in (nullcontext(), unset_fake_temporarily()):
+        modes = (_WithoutValues, nullcontext()), (FakeTensorMode, unset_fake_temporarily())
+        for mode, made_in in modes:
             with (
                 contextlib.suppress(Exception),
-                FakeTensorMode(allow_non_fake_inputs=True),
+                mode(allow_non_fake_inputs=True),
                 warnings.catch_warnings(),
             ):
                 # `nn.TransformerEncoder` copies its layer, and `copy.deepcopy` reads the pointer.

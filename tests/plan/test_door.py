@@ -44,11 +44,16 @@ class WithoutLoader(WithLoader):
 
 
 class WithCopies(WithLoader):
-    """Copies a layer, as `nn.TransformerEncoder` does; its optimizer reads addresses."""
+    """Copies layers, as `AveragedModel` does; its optimizer reads addresses."""
+
+    made = 0  # models so far
 
     def __init__(self) -> None:
         super().__init__()
-        self.visual = nn.Sequential(self.visual, copy.deepcopy(nn.Linear(8, 8)))
+        WithCopies.made += 1
+        # The batches that a batch normalization has seen are counted by `torch.tensor(0)`.
+        copied = copy.deepcopy(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+        self.visual = nn.Sequential(self.visual, copied)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return SafeAdamW(self.parameters())
@@ -84,12 +89,14 @@ def test_config_with_a_loader_in_the_model_is_planned(
 def test_model_that_copies_layers_is_measured_without_warnings(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
+    WithCopies.made = 0
     torch.set_warn_always(True)  # also if another test of this process has caused the warning
     try:
         subject = subject_of_config(config(tmp_path, WithCopies))
     finally:
         torch.set_warn_always(False)
     assert subject.found == "on tensors without memory"
+    assert WithCopies.made == 2  # for the loader, and on tensors without memory
     assert not [str(each.message) for each in recwarn if "FakeTensor" in str(each.message)]
 
 
