@@ -74,7 +74,8 @@ def _class_and_arguments(described: Any) -> tuple[str, dict[str, Any]]:
 
 def _devices(devices: Any) -> int | None:
     """Return the ranks of a node; `None` if the config gives no number."""
-    if devices != "auto":  # for the Trainer, "2" is a number, and "0,1" or "1," are indices
+    # For the Trainer, "2" is a number, and "0,1" or "1," are indices.
+    if isinstance(devices, str) and re.fullmatch(r"\d[\d, ]*", devices):
         devices = _normalize_parse_gpu_string_input(devices)
     if isinstance(devices, list):
         return len(devices)

@@ -204,7 +204,16 @@ def test_precision_without_a_row_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "ranks"),
-    [("2", 2), ("0,3,5", 3), ("1,", 1), ([4], 1), ("auto", None), (-1, None), ("-1", None)],
+    [
+        ("2", 2),
+        ("0,3,5", 3),
+        ("1,", 1),
+        ([4], 1),
+        ("auto", None),
+        (-1, None),
+        ("-1", None),
+        ("${oc.env:GPUS}", None),
+    ],
 )
 def test_devices_are_counted_as_by_the_trainer(tmp_path: Path, devices: Any, ranks: Any) -> None:
     assert subject(tmp_path, WithLoaderHere, devices=devices).devices == ranks
