@@ -4,12 +4,14 @@ Legend: B batch, T frames or tokens, C width.
 """
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_mp import PureFP16
 from tests.monitors.language_models import BATCH, TOKENS, VOCABULARY, WIDTH, cross_entropy, text
 from tests.monitors.running import Learner
 
@@ -139,7 +141,10 @@ class Student(Learner):
         return (guess - target).square().sum(dim=1).mean()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
+        plugin = self.trainer.precision_plugin
+        # Otherwise half precision would round the average.
+        in_fp32 = plugin.exposed(self) if isinstance(plugin, PureFP16) else nullcontext()
+        with torch.no_grad(), in_fp32:
             pairs = zip(self.teacher.parameters(), self.network.parameters(), strict=True)
             for slow, fast in pairs:
                 slow.lerp_(fast.to(slow.dtype), 0.02)
