@@ -39,6 +39,7 @@ from lightning_mp.callbacks._step.training_state import (
 )
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.floats import VALUE_DTYPES
+from lightning_mp.numerics.transforms import outside_transforms, unwrapped
 from lightning_mp.precision._choice.module_selection import as_written
 from lightning_mp.precision._weights.ledger import parameters_of
 
@@ -170,7 +171,9 @@ class TensorCollector(SamplingMonitor):
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         if torch.compiler.is_compiling():  # a compiled function traces this hook
             return
-        self._outputs[name] += [self._row(t) for t in tensors_in(output) if t.dtype in VALUE_DTYPES]
+        tensors = [t for t in tensors_in(output) if t.dtype in VALUE_DTYPES]
+        with outside_transforms():
+            self._outputs[name] += [self._row(unwrapped(each)) for each in tensors]
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.callbacks import ActivationRangeMonitor, NonFiniteLocator
+from lightning_mp.callbacks import ActivationRangeMonitor, NonFiniteLocator, TensorCollector
 from lightning_mp.callbacks._step import outputs
 from lightning_mp.callbacks._step.outputs import OutputSampler
 from tests.callbacks.non_finite_models import Model, data, fit
@@ -86,17 +88,23 @@ def test_vmap_has_the_statistics_of_all_samples(
 
 @pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
 @pytest.mark.parametrize("transform", [by_vmap, by_grad, by_jvp])
-def test_monitors_change_no_bit_and_name_the_weight(transform: Any) -> None:
+def test_monitors_change_no_bit_and_name_the_weight(transform: Any, tmp_path: Path) -> None:
     def plant(model: Model, index: int) -> None:
         if index == 4:
             with torch.no_grad():
                 model.body.inner.fc.weight[3, 2] = torch.nan
 
-    monitors = [ActivationRangeMonitor(every_n_steps=1), NonFiniteLocator()]
+    outputs = TensorCollector(collect=["outputs"], every_n_steps=1, dirpath=str(tmp_path / "x"))
+    monitors = [ActivationRangeMonitor(every_n_steps=1), NonFiniteLocator(), outputs]
     runs = [Model(lambda: Transformed(transform), plant) for _ in range(2)]
     fit(runs[0], data())
     fit(runs[1], data(), callbacks=monitors)
     for plain, watched in zip(*(run.weights for run in runs), strict=True):
         torch.testing.assert_close(watched, plain, rtol=0, atol=0, equal_nan=True)
+    written = sorted(tmp_path.rglob("*.npz"))
+    with np.load(written[0]) as first:
+        counts = dict(zip(first["names"].tolist(), first["count"].tolist(), strict=True))
+    calls = {by_vmap: 1, by_jvp: 1, by_grad: 2}[transform]
+    assert counts["outputs/body.inner.fc"] == calls * 8 * 16  # rows times width
     (alarm,) = monitors[1].alarms
     assert (alarm.step, alarm.tensor) == (4, "body.inner.fc.weight")
