@@ -26,7 +26,7 @@ ROWS = 48  # pairs of a loader batch
 
 def subject(folder: Path, model: type, **trainer: Any) -> Any:
     path = folder / "run.yaml"
-    settings = {"trainer": trainer, "model": {"class_path": f"{__name__}.{model.__name__}"}}
+    settings = {"trainer": trainer, "model": {"class_path": f"{model.__module__}.{model.__name__}"}}
     path.write_text(yaml.safe_dump(settings))
     return subject_of_config(str(path))
 
@@ -187,19 +187,19 @@ def test_batch_of_the_device_differs_from_that_of_the_loader(tmp_path: Path) -> 
     ],
 )
 def test_precision_is_that_of_the_config(tmp_path: Path, given: Any, name: str) -> None:
-    assert subject(tmp_path, WithLoaderHere, **given).precision == name
+    assert subject(tmp_path, WithLoader, **given).precision == name
 
 
 @pytest.mark.parametrize("given", [{"precision": "bf16-true"}, {"plugins": "PureFP16"}])
 def test_half_models_receive_half_batches(tmp_path: Path, given: Any) -> None:
-    found = subject(tmp_path, WithLoaderHere, **given)
+    found = subject(tmp_path, WithLoader, **given)
     assert (found.loaded_pair_bytes, found.pair_bytes) == (4 * (12 + 6), 2 * (12 + 6))
     assert found.towers["visual"].saved_per_pair == 2 * 8
 
 
 def test_precision_without_a_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="precision 'TransformerEnginePrecision'"):
-        subject(tmp_path, WithLoaderHere, plugins="TransformerEnginePrecision")
+        subject(tmp_path, WithLoader, plugins="TransformerEnginePrecision")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_precision_without_a_row_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_devices_are_counted_as_by_the_trainer(tmp_path: Path, devices: Any, ranks: Any) -> None:
-    assert subject(tmp_path, WithLoaderHere, devices=devices).devices == ranks
+    assert subject(tmp_path, WithLoader, devices=devices).devices == ranks
 
 
 @pytest.mark.parametrize(
@@ -227,11 +227,11 @@ def test_devices_are_counted_as_by_the_trainer(tmp_path: Path, devices: Any, ran
 def test_strategy_tells_whether_weights_are_sharded(
     tmp_path: Path, strategy: Any, is_sharded: bool
 ) -> None:
-    assert subject(tmp_path, WithLoaderHere, strategy=strategy).is_sharded == is_sharded
+    assert subject(tmp_path, WithLoader, strategy=strategy).is_sharded == is_sharded
 
 
 def test_advice_names_no_batch_if_not_even_one_pair_fits(tmp_path: Path) -> None:
-    found = subject(tmp_path, WithLoaderHere)
+    found = subject(tmp_path, WithLoader)
     said = advice(found, Machine(2, 100.0, 2.0**40, 2, "cpu"), 64)
     assert "no batch fits beside" in said
     assert "batch of 0" not in said
@@ -240,7 +240,7 @@ def test_advice_names_no_batch_if_not_even_one_pair_fits(tmp_path: Path) -> None
 
 
 def test_advice_about_loader_batches_keeps_the_batch(tmp_path: Path) -> None:
-    found = replace(subject(tmp_path, WithLoaderHere), workers=8)
+    found = replace(subject(tmp_path, WithLoader), workers=8)
     # 17 batches of 72 bytes a pair would be in host memory: one in use, and two of 8 workers.
     said = advice(found, Machine(1, 2.0**40, 8 * 64 * 72.0, 1, "cpu"), 64)
     assert "`InfCLStrategy(loader_batches_per_step=4)`, and load 16 pairs at a time" in said
@@ -249,7 +249,7 @@ def test_advice_about_loader_batches_keeps_the_batch(tmp_path: Path) -> None:
 def test_workers_are_those_of_the_loader(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    subject(tmp_path, WithLoaderHere)
+    subject(tmp_path, WithLoader)
     main(["plan", "--config", str(tmp_path / "run.yaml")])
     assert " 0 workers each" in capsys.readouterr().out
 
@@ -265,7 +265,7 @@ def test_parts_in_files_of_their_own_are_read(
             "class_path": "InfCLStrategy",
             "init_args": {"loader_batches_per_step": 3},
         },
-        "model": {"class_path": f"{__name__}.WithLoaderHere"},
+        "model": {"class_path": f"{WithLoader.__module__}.WithLoader"},
         "run": {"trainer": "part/trainer.yaml", "model": "model.yaml"},
     }
     for name, part in parts.items():
@@ -283,7 +283,3 @@ def test_other_settings_may_name_files(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"  # for a CLI with an argument of its own
     path.write_text(yaml.safe_dump({"labels": "labels.json"}))
     assert read_config(str(path)) == {"labels": "labels.json"}
-
-
-class WithLoaderHere(WithLoader):
-    """The model of `test_door` under a name of this module."""
