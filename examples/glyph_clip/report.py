@@ -112,11 +112,12 @@ def memory_lines(
     )
     saved = [tower.saved_per_pair for tower in towers.values()]  # kept for the backward of a pair
     peaks = [tower.peak_per_row for tower in towers.values()]  # of a forward and backward
+    rising = max(peak - kept for peak, kept in zip(peaks, saved, strict=True))
     fp32, workspace = 4, DEFAULT_WORKSPACE_BYTES["cpu"]
     bytes_of = {
         # One tower at a time replays one micro-batch.
         "towers, gradient cache": lambda b: max(peaks) * min(b, MICRO_BATCH),
-        "towers, whole batch at once": lambda b: sum(saved) * b,
+        "towers, whole batch at once": lambda b: (sum(saved) + rising) * b,
         # The features of both towers and their gradients, and the same again inside the tiled loss.
         "loss and features, tiled": lambda b: 8 * fp32 * b * towers["visual"].width + workspace,
         # At the start of its backward, CLIP holds logits and log-softmax for both directions.
