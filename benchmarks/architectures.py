@@ -32,6 +32,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from benchmarks._common import error_words
@@ -82,7 +83,7 @@ def shrink(config: Any, depth: int = 0) -> Any:
     """Give a configuration and the configurations inside it small sizes, and no dropout."""
     for name, value in [*vars(config).items()]:
         size = next((s for ends, s in SIZES.items() if name.endswith(ends)), None)
-        if isinstance(value, transformers.PreTrainedConfig) and depth < 3:
+        if isinstance(value, PretrainedConfig) and depth < 3:
             shrink(value, depth + 1)
         elif type(value) is int and size is not None:
             setattr(config, name, size)

@@ -100,9 +100,10 @@ class ZeroShotAccuracy(StoredRows):
         self._classes_CD: Tensor | None = None
         self._checksum = torch.tensor(0.0)  # of the weights of classes
         self._keeps_prompts = False
+        # First, because collections of torchmetrics 1.4 compare the first state only.
+        self.add_state("prompts", default=torch.tensor(-torch.inf), dist_reduce_fx="max")
         self.add_state("ranks", default=[], dist_reduce_fx="cat")
         self.add_state("keys", default=[], dist_reduce_fx="cat")
-        self.add_state("prompts", default=torch.tensor(-torch.inf), dist_reduce_fx="max")
 
     @torch.no_grad()
     def update_prompts(self, text_features: Tensor, class_ids: Tensor) -> None:

@@ -4,12 +4,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.architectures import inputs_of, measured, summary
+from benchmarks.architectures import CONFIG_MAPPING_NAMES, inputs_of, measured, summary
 
 
 # HiggsAudio scatters fp32 outputs of its own norms into a half residual stream.
 @pytest.mark.parametrize("name", ["bert", "vit", "higgs_audio_v2"])
 def test_architecture_trains_close_to_fp32_under_each_plugin(name: str) -> None:
+    if name not in CONFIG_MAPPING_NAMES:
+        pytest.skip(f"this version of transformers has no {name}")
     inputs = inputs_of(name)
     assert inputs is not None
     row = measured(name, inputs)
