@@ -104,7 +104,7 @@ class FunctionMode(TorchFunctionMode):
 def _is_measured(output: Any) -> bool:
     """Return whether the output of a function is a plain tensor with values, or a tuple of them."""
     first: Tensor = output if isinstance(output, Tensor) else output[0]
-    # Attention inside `vmap` is called once for all samples, so that no few could be selected.
+    # `vmap` hides the samples, of which only a few are measured.
     is_inside = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return not (is_inside or first.is_nested or first.is_meta) and first.numel() > 0
 

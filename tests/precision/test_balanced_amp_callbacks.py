@@ -215,17 +215,20 @@ def test_optimizer_state_is_fp32_in_every_entry(plugin_type: Any) -> None:
     assert {v.dtype for state in states for v in state.values()} == {torch.float32}
 
 
+class Rated(Regression):
+    """Has a learning rate that Lightning's finder sets."""
+
+    lr = 0.1
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.parameters(), lr=self.lr)
+
+
 @pytest.mark.slow
 @plugins
 def test_learning_rate_finder_tries_rates_and_restores_the_weights(
     plugin_type: Any, tmp_path: Path
 ) -> None:
-    class Rated(Regression):
-        lr = 0.1
-
-        def configure_optimizers(self) -> Optimizer:
-            return SGD(self.parameters(), lr=self.lr)
-
     found = []
     for plugin in (None, fp16(plugin_type)):
         model = Rated()
@@ -244,12 +247,6 @@ def test_learning_rate_finder_tries_rates_and_restores_the_weights(
 def test_learning_rate_finder_without_early_stop_ends_where_steps_fail(
     plugin_type: Any, tmp_path: Path
 ) -> None:
-    class Rated(Regression):
-        lr = 0.1
-
-        def configure_optimizers(self) -> Optimizer:
-            return SGD(self.parameters(), lr=self.lr)
-
     model = Rated()
     start = parameters_of(model)
     plugin = plugin_type(loss_scale=LossScaleConfig(min_scale=1.0, patience=3))

@@ -46,6 +46,12 @@ class OpGroup(NamedTuple):
 
 
 # fmt: off
+# CUDA's autocast leaves these ops alone: without half weights, their inputs rarely differ in dtype.
+BEYOND_AUTOCAST: tuple[str, ...] = (
+    "index_add", "index_copy", "index_reduce", "lerp", "masked_scatter", "scatter",
+    "scatter_reduce",
+)
+
 GROUPS: tuple[OpGroup, ...] = (
     OpGroup("half", "matrix products", "tensor cores multiply in half and add in fp32", (
         "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum",
@@ -97,10 +103,10 @@ GROUPS: tuple[OpGroup, ...] = (
         "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
         "inner", "scatter_add", "tensordot", "vdot",
     )),
-    OpGroup("promote", "scattering", "a half stream meets fp32 outputs of hand-written norms", (
-        "index_add", "index_copy", "index_reduce", "lerp", "masked_scatter", "scatter",
-        "scatter_reduce",
-    )),
+    OpGroup(
+        "promote", "scattering", "a half stream meets fp32 outputs of hand-written norms",
+        BEYOND_AUTOCAST,
+    ),
 )
 
 # Functions of torch.nn.functional that call other ops from Python; the policy applies to each op.
@@ -119,11 +125,6 @@ _HALF_EVERYWHERE = frozenset({
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear", "matmul", "mm",
     "scaled_dot_product_attention",
 })
-
-# CUDA's autocast leaves these ops alone: without half weights, their inputs rarely differ in dtype.
-BEYOND_AUTOCAST: frozenset[str] = frozenset(
-    op for group in GROUPS if group.title == "scattering" for op in group.ops
-)
 
 # Devices whose autocast uses CUDA's lists (the AT_FORALL macros of autocast_mode.h).
 _WITH_THE_LISTS_OF_CUDA = frozenset({"cuda", "xpu"})
