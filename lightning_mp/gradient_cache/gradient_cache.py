@@ -101,6 +101,7 @@ class GradientCache:
         self._expected_rows: int | None = None
         self._in_a_tower = False
         self._warned_towers: set[str] = set()
+        self._namesakes: defaultdict[str, list[int]] = defaultdict(list)
         self._earlier: defaultdict[tuple[str, int], EarlierCalls] = defaultdict(EarlierCalls)
         self._pending: list[tuple[TowerCall, Sequence[Tensor | None]]] = []
         self.unreduced: dict[Any, None] = {}
@@ -165,13 +166,19 @@ class GradientCache:
         Raises:
             ValueError: No argument is a batch, or an output does not have the rows of the batch.
         """
-        module = (
-            function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-        )
+        called = function
+        while isinstance(called, functools.partial):
+            called = called.func
+        module = called if isinstance(called, nn.Module) else getattr(called, "__self__", None)
         module = module if isinstance(module, nn.Module) else None
         # `nn.Module.__call__` takes any arguments; `forward` names them.
         signature_of = function.forward if isinstance(function, nn.Module) else function
-        name = getattr(function, "__name__", type(function).__name__)
+        name = getattr(called, "__name__", type(called).__name__)
+        namesakes = self._namesakes[name]  # two encoders of one class are two towers
+        if id(module) not in namesakes:
+            namesakes.append(id(module))
+        if number := namesakes.index(id(module)):
+            name = f"{name} ({number + 1})"
         return self._run(Tower(name, module, signature_of), function, args, kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,6 +259,8 @@ class GradientCache:
         self.calls += 1
         earlier = self._earlier[name, id(tower.module)]
         arguments = Arguments(tower, args, kwargs, self.declared, earlier, self._expected_rows)
+        if not arguments.batch_size:  # such as the images of a batch without images
+            return function(*args, **kwargs)
         call = TowerCall(self._config, tower, function, arguments)
         call.trained.refuse = functools.partial(self._refuse_stored, name)
         rows = self._config.micro_batch_size
@@ -334,8 +343,8 @@ class GradientCache:
                     "place where torch does not count the write, such as through memory shared "
                     "with numpy or `.data`; the tower draws from a generator that is not an "
                     "attribute of its modules; the tower keeps state outside of buffers that "
-                    "changes with every call, such as a counter; weights were changed through "
-                    "`.data`. If only nondeterministic kernels differ, pass a larger "
+                    "changed, such as a counter or by `eval()` or `train()`; weights were changed "
+                    "through `.data`. If only nondeterministic kernels differ, pass a larger "
                     "`replay_tolerance`, or `inf` to skip the comparison."
                 )
 

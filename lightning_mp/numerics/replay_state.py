@@ -137,7 +137,6 @@ class BufferState:
         ]
         self._means: dict[_BufferSnapshot, Tensor] = {}
         self._assigned: set[_BufferSnapshot] = set()
-        self._changed: list[_BufferSnapshot] = []
         self._rows = 0
 
     @torch.no_grad()
@@ -167,20 +166,20 @@ class BufferState:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Write the means to the buffers, and record the changed buffers for `rewind`."""
+        """Write the means to the buffers."""
         for snapshot, mean in self._means.items():
             if snapshot in self._assigned:
                 snapshot.owner._buffers[snapshot.name] = mean
             else:
                 snapshot.restore()
                 snapshot.buffer.copy_(mean)
-        self._changed = list(self._means)
         self._means = {}
 
     def rewind(self) -> None:
-        """Replace the changed buffers by copies of their first values, for a replay."""
-        for snapshot in self._changed:
-            snapshot.owner._buffers[snapshot.name] = snapshot.value.clone()
+        """Replace written buffers by copies of their first values, for a replay."""
+        for snapshot in self._snapshots:
+            if snapshot.is_written() and not snapshot.has_grown():
+                snapshot.owner._buffers[snapshot.name] = snapshot.value.clone()
 
 
 class _BufferSnapshot:
@@ -197,14 +196,17 @@ class _BufferSnapshot:
         value = self.owner._buffers.get(self.name)
         return self.buffer if value is None else value
 
-    def is_changed(self) -> bool:
+    def is_written(self) -> bool:
         is_same = self.owner._buffers.get(self.name) is self.buffer
-        return (
-            not is_same or version_of(self.buffer) != self._version or self._is_silently_changed()
-        )
+        return not is_same or version_of(self.buffer) != self._version
+
+    def is_changed(self) -> bool:
+        return self.is_written() or self._is_silently_changed()
 
     def _is_silently_changed(self) -> bool:
         """Return whether a kernel changed the buffer without a version count, as BatchNorm does."""
+        if self.buffer.layout is not torch.strided:  # torch compares no sparse tensors
+            return False
         if self.buffer.device.type == "cpu":
             return not torch.equal(self.buffer, self.value)
         # Comparing values would make the host wait.

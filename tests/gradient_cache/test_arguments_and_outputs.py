@@ -256,6 +256,14 @@ def test_unused_outputs_draw_one_warning_with_bytes_and_name() -> None:
     cache.call(tower, batch)["pooler_output"].sum().backward()  # warnings are errors here
 
 
+def test_outputs_without_grad_draw_no_warning_about_unused_outputs() -> None:
+    linear = nn.Linear(4, 4)
+    features, ids = GradientCache(micro_batch_size=16).call(
+        lambda x: (linear(x), torch.zeros(len(x), 2048, dtype=torch.long)), torch.ones(64, 4)
+    )
+    (features + ids[:, :4]).sum().backward()  # warnings are errors here
+
+
 def test_left_out_outputs_are_not_stored() -> None:
     tower, batch = Hidden(), torch.ones(64, 2048, 4)
     cache = GradientCache(micro_batch_size=16, roles={"last_hidden_state": "left out"})
@@ -288,3 +296,5 @@ def test_array_that_differs_between_micro_batches_raises() -> None:
     cache = GradientCache(micro_batch_size=2)
     with pytest.raises(ValueError, match="`lengths` of type ndarray.*'left out'"):
         cache.call(tower, torch.randn(4, 3, requires_grad=True))
+    cache = GradientCache(micro_batch_size=2, roles={"lengths": "left out"})
+    assert cache.call(tower, torch.randn(4, 3, requires_grad=True))["lengths"] is None

@@ -99,6 +99,23 @@ def test_auto_size_is_kept_by_later_calls_and_resumed_runs() -> None:
         assert tower.seen == [rows] * 4  # two micro-batches and their replays
 
 
+def test_towers_of_one_class_have_their_own_auto_sizes() -> None:
+    cache = GradientCache(micro_batch_size="auto", activation_bytes=ROW_BYTES * 40)
+    small, large = nn.Sequential(nn.Linear(WIDTH, 1)), nn.Sequential(Tower())
+    for _ in range(2):
+        cache.call(small, batch())
+        cache.call(large, batch())
+    assert list(cache.micro_batch_sizes) == ["Sequential", "Sequential (2)"]
+    assert cache.micro_batch_sizes["Sequential"] > cache.micro_batch_sizes["Sequential (2)"]
+
+
+def test_sparse_gradients_are_left_out_of_the_measured_memory() -> None:
+    cache, tower = GradientCache(micro_batch_size="auto"), nn.EmbeddingBag(5, 4, sparse=True)
+    cache.call(tower, torch.zeros(8, 3, dtype=torch.long)).sum().backward()
+    assert cache.micro_batch_sizes == {"EmbeddingBag": 8}
+    assert tower.weight.grad.is_sparse
+
+
 def test_call_without_grad_has_its_own_auto_size() -> None:
     cache, tower = GradientCache(micro_batch_size="auto", activation_bytes=ROW_BYTES * 40), Tower()
     gradient_of(cache, tower, batch())

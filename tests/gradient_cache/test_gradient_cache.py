@@ -1,5 +1,6 @@
 """`GradientCache` without a Trainer."""
 
+import functools
 import random
 from collections import namedtuple
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
@@ -176,6 +178,42 @@ def test_buffers_are_updated_once_a_call_and_not_by_the_replay() -> None:
         features.sum().backward(retain_graph=True)
 
 
+class Centers(nn.Module):
+    """Subtracts a center and multiplies by a sparse matrix; `training_step` moves the center."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("adjacency", torch.eye(4).to_sparse())
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.linear((self.adjacency @ batch.T).T) - self.center
+
+
+def test_buffer_changed_before_the_backward_has_its_first_value_in_the_replay() -> None:
+    tower, batch = Centers(), torch.randn(7, 4)
+    features = make_cache().call(tower, batch)
+    expected = torch.autograd.grad(tower(batch).square().sum(), tower.linear.weight)[0]
+    tower.center += 1
+    features.square().sum().backward()
+    torch.testing.assert_close(tower.linear.weight.grad, expected)
+    assert torch.equal(tower.center, torch.ones(4))
+
+
+def test_partial_of_a_module_updates_its_buffers_once() -> None:
+    tower = nn.BatchNorm1d(4)
+    make_cache().call(functools.partial(tower), torch.randn(8, 4)).sum().backward()
+    assert tower.num_batches_tracked == 1
+
+
+def test_gradients_of_a_shared_input_in_half_precision_are_summed_in_fp32() -> None:
+    shared = torch.zeros(1, 4, dtype=torch.bfloat16, requires_grad=True)
+    cache = GradientCache(micro_batch_size=1)
+    cache.call(torch.add, torch.ones(1024, 4, dtype=torch.bfloat16), shared).sum().backward()
+    assert shared.grad.eq(1024).all()  # a sum in bf16 stops at 256
+
+
 @pytest.mark.parametrize(
     ("tower", "message"),
     [
@@ -189,14 +227,32 @@ def test_output_without_rows_raises(tower: Any, message: str) -> None:
         make_cache().call(tower, torch.ones(7, 4))
 
 
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(1, 4)] * 7, layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((), "no arguments"), ((torch.ones(0, 4),), r"`input` \[0, 4\]"), ((1.0,), "type float")],
+    [
+        ((), "no arguments"),
+        ((1.0,), "type float"),
+        ((jagged(),), r"`input` \(nested or sparse\)"),
+        ((torch.eye(4).to_sparse(),), r"`input` \(nested or sparse\).*pad nested, sparse"),
+        ((pack_sequence([torch.ones(1, 4)] * 7),), "whole: `input` a PackedSequence"),
+    ],
 )
 def test_arguments_without_a_batch_raise(arguments: tuple[Any, ...], message: str) -> None:
     tower = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=message):
         make_cache().call(tower, *arguments)
+
+
+def test_rows_that_a_step_lacks_have_gradients_of_zero() -> None:
+    tower = nn.Linear(4, 4)
+    features = make_cache().call(tower, torch.ones(0, 4))
+    assert features.shape == (0, 4)
+    features.sum().backward()
+    assert not tower.weight.grad.any()
 
 
 @pytest.mark.gpu

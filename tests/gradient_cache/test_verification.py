@@ -233,6 +233,18 @@ def _serving(cache: GradientCache, model: nn.Module) -> AbstractContextManager[N
     return cache.serving(model, ["tower", "encode"])
 
 
+class Cosine(nn.Module):
+    forward = torch.cos  # a C function, as the forward of a traced module
+
+
+def test_tower_without_a_signature_is_served() -> None:
+    model, cache, batch = Served(), make_cache(), torch.randn(7, 4)
+    model.tower = Cosine()
+    with _serving(cache, model):
+        assert torch.equal(model.encode(batch), batch.cos())
+    assert cache.calls == 1
+
+
 def test_functional_call_of_a_tower_raises_in_the_backward() -> None:
     model, cache = Served(), make_cache()
     with _serving(cache, model):

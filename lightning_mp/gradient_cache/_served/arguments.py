@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from lightning_mp._nested import open_container
@@ -95,7 +97,8 @@ class Arguments:
         self._constants = {id(tensor) for tensor in buffers}
         self.declared, self.earlier = declared, earlier
         self._least_rows_per_sample = 1  # among the declared roles
-        self.batch_size = self._find_batch_size(tree.children or [], expected) or 0
+        found = self._find_batch_size(tree.children or [], expected)
+        self.batch_size = found or 0
 
         for argument in tree.children or ():
             argument.prune(self._has_one_item_per_row)
@@ -105,11 +108,12 @@ class Arguments:
         self._leaves = tree.leaves
         self.leaves = [leaf.value for leaf in self._leaves]
         self.roles = [self._role(leaf.path, leaf.value) for leaf in self._leaves]
-        if not self.batch_size or not any(role.has_rows for role in self.roles):
+        is_empty = found == 0 and bool(tower.sharded)  # other ranks would wait for this one
+        if found is None or is_empty or not any(role.has_rows for role in self.roles):
             raise ValueError(
                 f"Passed no batch, or an empty batch, to a tower ({self}). At least one argument "
                 "must be a tensor or a list whose first dimension is the batch. Pass the batch as "
-                "an argument, not as an attribute."
+                "an argument, not as an attribute, and pad nested, sparse and packed tensors."
             )
 
     @property
@@ -168,7 +172,7 @@ class Arguments:
     def _role(self, path: str, value: Any) -> Role:
         # A declared role takes precedence over all inference.
         role = self._declared_role(path)
-        is_list = isinstance(value, (list, tuple))  # a leaf with one item per row
+        is_list = type(value) in (list, tuple)  # a leaf with one item per row
         if not is_list and not is_array(value):
             return WHOLE
         if role is not None:
@@ -274,6 +278,8 @@ def _argument_names(signature_of: Callable[..., Any], count: int) -> list[str]:
 
 
 def describe_value(value: Any) -> str:
+    if isinstance(value, Tensor) and value.ndim and not is_array(value):
+        return "(nested or sparse)"  # may have no shape
     if isinstance(value, (Tensor, np.ndarray)):
         return str(list(value.shape))
     if isinstance(value, (list, tuple)):
@@ -291,12 +297,16 @@ def lists_in(tree: Tree) -> list[Tree]:
 
 
 def is_array(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+    """Return whether a value can be sliced along its first dimension."""
+    if isinstance(value, Tensor):
+        return value.ndim > 0 and value.layout is torch.strided and not value.is_nested
+    return isinstance(value, np.ndarray) and value.ndim > 0
 
 
 def open_tree(value: Any, path: str = "") -> Tree:
     """Open the containers that torch's pytrees or `open_container` know, recursively."""
-    opened = None if isinstance(value, Tensor) else _open(value)
+    # The first dimension of a packed sequence is not the batch.
+    opened = None if isinstance(value, (Tensor, PackedSequence)) else _open(value)
     if opened is None:
         return Tree(path, value)
     steps, items, close = opened

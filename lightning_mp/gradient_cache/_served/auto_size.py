@@ -190,16 +190,18 @@ class _LiveBytes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         for tensor in tensors_in((args, kwargs)):
-            self._note(tensor, 0)  # created before: parameters and the batch
+            self._note(tensor, is_new=False)  # parameters and the batch
         result = function(*args, **kwargs)
         for tensor in tensors_in(result):
-            self._note(tensor, tensor.untyped_storage().nbytes())
+            self._note(tensor)
         return result
 
-    def _note(self, tensor: Tensor, size: int) -> None:
+    def _note(self, tensor: Tensor, is_new: bool = True) -> None:
+        if tensor.layout is not torch.strided:  # a sparse gradient has no storage
+            return
         # By storage, which views share and which lives as long as the last view.
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key, size = storage._cdata, storage.nbytes() if is_new else 0
         if key in self._known:
             return
         self._known.add(key)

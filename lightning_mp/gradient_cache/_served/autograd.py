@@ -205,10 +205,10 @@ class GradientSums:
             torch._foreach_add_(sums, addends)
 
     def totals(self) -> list[Tensor | None]:
-        """Return the sums, in the dtype of the gradients."""
+        """Return the sums, in the dtype of the gradients, on the devices of the tensors."""
         totals = [
-            None if total is None else total.to(dtype)
-            for total, dtype in zip(self._sums, self._dtypes, strict=True)
+            None if total is None else total.to(tensor.device, dtype)
+            for tensor, total, dtype in zip(self._tensors, self._sums, self._dtypes, strict=True)
         ]
         # Hooks do not accept `None`.
         return [

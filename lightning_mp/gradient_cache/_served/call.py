@@ -207,8 +207,8 @@ class TowerCall:
         The gradients of the sharded modules `to_reduce` are complete after the last micro-batch.
         """
         self._check_unchanged()
-        sums = GradientSums([*self.trained.leaves.values()])
-        input_grads: list[Tensor | None] = [None] * len(self.inputs)
+        sums = GradientSums([*self.inputs, *self.trained.leaves.values()])
+        split_grads: dict[int, Tensor] = {}
         differences: list[Tensor] = []
         with undisturbed(self.device, self.module):
             for (rows, leaves), first_run in zip(
@@ -239,11 +239,9 @@ class TowerCall:
                 if to_reduce and first_run is self._first_runs[-1]:
                     set_reduction(to_reduce, True)
                 gradients = self.trained.gradients(opened, roots, grads, inputs, first_run.trained)
-                sums.add(gradients[len(inputs) :])
-                if inputs:
-                    self._add_input_grads(input_grads, gradients, rows)
-            gradients = [*input_grads, *sums.totals()]
-        return self._result(gradients, differences, cotangents)
+                sums.add(self._without_split(gradients, split_grads, rows))
+            totals = [split_grads.get(i, total) for i, total in enumerate(sums.totals())]
+        return self._result(totals, differences, cotangents)
 
     def _result(
         self,
@@ -256,8 +254,10 @@ class TowerCall:
             used = (*cotangents, *self.trained.leaves.values())
             dtypes = {x.dtype for x in used if x is not None}
             tolerance = rounding_noise(dtypes | self._autocast_dtypes, self.device)
-        sizes = zip(cotangents, self.outputs.names, self._bytes, strict=True)
-        unused = {name: size for cotangent, name, size in sizes if cotangent is None}
+        of = self.outputs
+        sizes = zip(of.names, self._bytes, of.needs_grad, cotangents, strict=True)
+        # The loss may use outputs without grad, such as masks.
+        unused = {name: size for name, size, needs_grad, x in sizes if needs_grad and x is None}
         used_bytes = sum(self._bytes) - sum(unused.values())
         # A single number needs a single copy to the host.
         difference = torch.stack(differences).max() if differences else None
@@ -285,26 +285,23 @@ class TowerCall:
                 "after the backward."
             )
 
-    def _add_input_grads(
-        self, grads: list[Tensor | None], addends: Sequence[Tensor | None], rows: slice
-    ) -> None:
-        """Write the gradient of a split input to its rows; add the gradient of a shared input."""
-        for position, (index, whole, addend) in enumerate(
-            zip(self._with_grad, self.inputs, addends, strict=False)
-        ):
-            if addend is None:
+    def _without_split(
+        self, gradients: Sequence[Tensor | None], split: dict[int, Tensor], rows: slice
+    ) -> list[Tensor | None]:
+        """Write the gradients of split inputs to their rows in `split`; return all others."""
+        others = list(gradients)
+        for position, (index, whole) in enumerate(zip(self._with_grad, self.inputs, strict=True)):
+            role, part = self._arguments.roles[index], others[position]
+            if part is None or not role.has_rows:
                 continue
-            grad = grads[position]
-            if grad is None:
-                grad = grads[position] = torch.zeros_like(whole)
-            role = self._arguments.roles[index]
-            if role.has_rows:
-                own_rows = grad[role.slice(rows)]
-                if own_rows.shape != addend.shape:  # padding was cut off
-                    own_rows = own_rows[:, : addend.shape[1]]
-                own_rows.copy_(addend)
-            else:
-                grad.add_(addend.to(grad.device))
+            others[position] = None
+            if position not in split:
+                split[position] = torch.zeros_like(whole)
+            own_rows = split[position][role.slice(rows)]
+            if own_rows.shape != part.shape:  # padding was cut off
+                own_rows = own_rows[:, : part.shape[1]]
+            own_rows.copy_(part)
+        return others
 
 
 def rounding_noise(dtypes: set[torch.dtype], device: torch.device) -> float:

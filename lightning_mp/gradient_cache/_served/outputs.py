@@ -90,7 +90,7 @@ class Outputs:
                 )
             self._merge_tensor(index, part, tensor, rows)
         for index, leaf in enumerate(opened.leaves):
-            if not isinstance(leaf.value, Tensor):  # tensors are copied above or left out
+            if not isinstance(leaf.value, Tensor) and not self._is_left_out(leaf.path):
                 self._merge(index, leaf, rows)
 
     def micro_batch_cotangent(
@@ -132,10 +132,14 @@ class Outputs:
         ]
         self._dtypes = [x.dtype for x in opened.tensors]
         self.needs_grad = [False] * len(self.tensors)
-        # Keep the structure without the tensors of this micro-batch.
-        values = [leaf.value for leaf in opened.leaves]
-        self._values = [None] * len(values)  # tensors that are left out stay `None`
-        empty = [x.new_empty(0) if isinstance(x, Tensor) else x for x in values]
+        # Keep the structure without the tensors and left out values of this micro-batch.
+        self._values = [None] * len(opened.leaves)  # values that are left out stay `None`
+        empty = [
+            leaf.value.new_empty(0)
+            if isinstance(leaf.value, Tensor)
+            else (None if self._is_left_out(leaf.path) else leaf.value)
+            for leaf in opened.leaves
+        ]
         self._tree, self._leaves = self._open(opened.tree.rebuild(empty))
 
     def _merge_tensor(self, index: int, part: Tensor, tensor: Tensor, rows: slice) -> None:
@@ -190,8 +194,11 @@ class Outputs:
         return tree, tree.leaves
 
     def _is_kept(self, leaf: Tree) -> bool:
-        role = self._declared_role(leaf.path)
-        return isinstance(leaf.value, Tensor) and (role is None or role.kind != "left out")
+        return isinstance(leaf.value, Tensor) and not self._is_left_out(leaf.path)
+
+    def _is_left_out(self, path: str) -> bool:
+        role = self._declared_role(path)
+        return role is not None and role.kind == "left out"
 
     def _declared_role(self, path: str) -> Role | None:
         return self._declared.role(path, "output") if self._declared.texts else None

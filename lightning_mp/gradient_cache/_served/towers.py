@@ -5,7 +5,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,8 @@ class _Interceptor:
         self._tower, self._attribute = tower, attribute
         self._original, self._handler = original, handler
         # `signature_of` finds this object instead of an intercepted method.
-        self.__signature__ = inspect.signature(tower.signature_of)
+        with suppress(TypeError, ValueError):  # C functions have no signature
+            self.__signature__ = inspect.signature(tower.signature_of)
 
     # A compiled training step has a graph break here, because a handler keeps state.
     @torch.compiler.disable
