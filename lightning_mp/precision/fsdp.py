@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision.balanced_amp import BalancedAMP, widen
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.loss_scaler import all_reduce_found_inf
@@ -166,9 +167,10 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        # Not `BalancedAMP`'s, which would attach half copies; FSDP gathers in half.
+        ScaledPrecision.convert_module(self, module)
         for other in module.modules():
             other.__dict__.pop("_keeps_fp32", None)  # set by an earlier run
-        # No `super()` call, which would attach half copies; FSDP gathers in half.
         widen(module.parameters(), "the model's", module.modules())
         for kept in self._fp32_modules_of(module).values():
             kept.__dict__["_keeps_fp32"] = True

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision.fsdp import ShardedBalancedAMP
 
 __all__ = ["ModelParallelBalancedAMP"]
@@ -70,7 +71,8 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        # No `super()` call, which would attach half copies; `fully_shard` gathers in half.
+        # Not `BalancedAMP`'s, which would attach half copies; `fully_shard` gathers in half.
+        ScaledPrecision.convert_module(self, module)
         for each in module.modules():
             if isinstance(each, FSDPModule):
                 each.reshard()  # an evaluation leaves half weights of the root module gathered

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -171,3 +172,36 @@ def test_root_weights_of_an_optimizer_outside_the_trainer_and_after_an_evaluatio
     for messages, alone, evaluated in run_ranks(_use_root, RANKS):
         assert all("was not called through" in message for message in messages)
         assert torch.equal(evaluated, alone)
+
+
+# --- several Trainers ----------------------------------------------------------------------------
+
+
+class _Tries(_Model):
+    """Goes on after the refusal of a second Trainer with the same plugin."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        plugin = self.trainer.precision_plugin
+        other = _SelfSharding if isinstance(plugin, ModelParallelBalancedAMP) else _Model
+        with pytest.raises(MisconfigurationException, match="the run of the first has not ended"):
+            fit_on_ranks(other(), plugin, self.global_rank)
+
+
+class _ShardsAndTries(_Tries, _SelfSharding):
+    pass
+
+
+def _try_second(rank: int) -> list[tuple[Tensor, Tensor]]:
+    ends = []
+    for kind, make in PLUGINS.items():
+        both = (_Model, _Tries) if kind == "fsdp" else (_SelfSharding, _ShardsAndTries)
+        alone, beside = (network() for network in both)
+        for model in (alone, beside):
+            fit_on_ranks(model, make(loss_scale=SCALE), rank)
+        ends.append((alone.end, beside.end))
+    return ends
+
+
+def test_refused_second_trainer_leaves_the_run_as_it_was() -> None:
+    for ends in run_ranks(_try_second, RANKS):
+        assert all(torch.equal(alone, beside) for alone, beside in ends)
