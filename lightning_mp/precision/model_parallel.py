@@ -47,6 +47,8 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
     Example: `Trainer(strategy=ModelParallelStrategy(), plugins=ModelParallelBalancedAMP())`
     """
 
+    _trained: list[bool] | None = None  # which parameters were trained in the last step
+
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
         """Policy for `fully_shard` that gathers fp32 shards in half precision."""
@@ -100,4 +102,16 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         self._first = next(model.parameters(), None)
+        self._undo.callback(setattr, self, "_trained", None)
         return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def _prepare(self) -> None:
+        before, self._trained = self._trained, [p.requires_grad for p in self._parameters or ()]
+        if before not in (None, self._trained) and self._ledger.root is not None:
+            for each in self._ledger.root.modules():
+                if isinstance(each, FSDPModule):
+                    # Reads the dtypes of gradients, which FSDP does not know of a unit that was
+                    # frozen in its first forward.
+                    each.unshard()
+                    each.reshard()

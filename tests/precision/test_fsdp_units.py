@@ -174,6 +174,37 @@ def test_root_weights_of_an_optimizer_outside_the_trainer_and_after_an_evaluatio
         assert torch.equal(evaluated, alone)
 
 
+# --- frozen units --------------------------------------------------------------------------------
+
+
+class _Thaws(_Model):
+    """Trains its blocks, and the other weights of the root module, in the second epoch only."""
+
+    def on_train_epoch_start(self) -> None:
+        for name, parameter in self.network.named_parameters():
+            parameter.requires_grad_(self.current_epoch == 1 or "head" in name)
+
+
+class _ShardsAndThaws(_Thaws, _SelfSharding):
+    pass
+
+
+def _thaw(rank: int) -> list[Tensor]:
+    ends = []
+    for kind, make in PLUGINS.items():
+        model = _Thaws() if kind == "fsdp" else _ShardsAndThaws()
+        fit_on_ranks(model, make(loss_scale=SCALE), rank, max_epochs=2)
+        ends.append(model.end)
+    return ends
+
+
+def test_units_that_start_frozen_train_once_unfrozen() -> None:
+    expected = _Thaws()
+    fit(expected, None, batches(), max_epochs=2)
+    for end in run_ranks(_thaw, RANKS)[0]:
+        assert error_of(end, expected.end) < 2**-9
+
+
 # --- several Trainers ----------------------------------------------------------------------------
 
 
