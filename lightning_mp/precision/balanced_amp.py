@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -143,6 +144,8 @@ class BalancedAMP(ScaledPrecision):
                 if tensor.dtype in HALF_DTYPES and not tensor.requires_grad:
                     tensor.data = tensor.data.float()
         compute_in_fp32(outermost(islands), self._undo)
+        # Compiled backwards would apply the forward's autocast, which rounds gradients of `kept`.
+        self._undo.enter_context(functorch.patch(backward_pass_autocast="off"))
         return kept
 
     @override

@@ -74,3 +74,12 @@ def test_regions_compile_to_as_many_graphs_as_without_a_plugin(
         ends.append(model)
     assert counter.frame_count == graphs
     assert relative(ends[1], ends[0], start) < 2**-7
+
+
+def test_compiled_backward_of_fp32_modules_has_the_bits_of_eager_mode() -> None:
+    ends = []
+    for backend in (None, "aot_eager"):
+        model = Regression(lambda b=backend: Nested(b))
+        fit(model, BalancedAMP(fp32_modules=["network.up", "network.down"]), loader(3))
+        ends.append(parameters_of(model))
+    assert torch.equal(*ends)
