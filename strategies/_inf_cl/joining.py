@@ -291,23 +291,26 @@ def numbers_rows(path: str, value: Any, rows: int) -> bool:
     another name does so if its numbers are distinct, in a batch so large that distinct labels are
     unlikely.
     """
+    numbers = value
     if isinstance(value, (list, tuple)) and all(isinstance(x, int) for x in value):
-        value = np.asarray(value)
-    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim not in (1, 2):
+        numbers = np.asarray(value)
+    elif isinstance(value, Tensor) and is_array(value) and not value.is_floating_point():
+        # torch computes no minimum of unsigned integers.
+        numbers = value.cpu().numpy()
+    if not isinstance(numbers, np.ndarray) or numbers.ndim not in (1, 2):
         return False
-    numbers = torch.as_tensor(value)
-    if numbers.is_floating_point() or numbers.dtype == torch.bool:
+    if numbers.dtype.kind not in "iu":
         return False
     numbers = numbers[numbers != -1]  # padding
-    if not numbers.numel() or numbers.min() < 0:
+    if not numbers.size or numbers.min() < 0:
         return False
-    count = len(numbers.unique())
+    count = len(np.unique(numbers))
     if _field_name(path) == "ids":
         return bool(numbers.max() == count - 1) and count >= max(2, len(value) / _ROWS_PER_ID)
-    if count != numbers.numel():
+    if count != numbers.size:
         return False
     is_each_once = len(numbers) == len(value) >= _LIKELY_LABELS
-    is_in_range = bool(numbers.max() < max(rows, numbers.numel()))
+    is_in_range = bool(numbers.max() < max(rows, numbers.size))
     return is_in_range and (_field_name(path) == "positives" or is_each_once)
 
 
@@ -348,6 +351,8 @@ def _rows_like(memory: Tensor, rows: slice, like: Tensor) -> Tensor:
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and one.ndim and not is_array(one):  # nested or sparse
+        return False
     if getattr(one, "shape", None) != getattr(other, "shape", None):
         return False
     if isinstance(one, (list, tuple)):
@@ -357,7 +362,6 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _shown_value(value: Any) -> str:
     # Messages quote only numbers and flags of a data set, no other values.
-    shape = getattr(value, "shape", ())
-    if len(shape):
-        return f"{value.dtype} of shape {list(shape)}"
+    if is_array(value):
+        return f"{value.dtype} of shape {list(value.shape)}"
     return shown(value) if isinstance(value, (bool, int, float)) else describe_value(value)

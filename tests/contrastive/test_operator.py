@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive import _operator
@@ -121,6 +123,16 @@ def test_compiled_loss_ignores_autocast(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         inside = torch.autograd.grad(compiled(image, text, scale), (image, text, scale))
     assert all(torch.equal(*pair) for pair in zip(inside, expected, strict=True))
+
+
+@pytest.mark.parametrize("make_context", [lambda: torch.device("meta"), FakeTensorMode])
+def test_flops_are_counted_without_values(make_context: Callable[[], Any]) -> None:
+    with make_context(), FlopCounterMode(display=False) as counter:
+        # As in Lightning's `measure_flops`.
+        image, text = (torch.ones(9, 16, requires_grad=True) for _ in range(2))
+        ContrastiveLoss()(image, text, torch.ones(())).backward()
+    assert image.grad.shape == image.shape
+    assert counter.get_total_flops() == 3 * 2 * 9 * 9 * 16
 
 
 def test_auto_selects_torch_tiles_on_a_cpu() -> None:

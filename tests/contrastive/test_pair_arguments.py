@@ -124,3 +124,12 @@ def test_different_options_raise_on_all_ranks() -> None:
         assert "Called a loss whose class or" in loss_class
         assert "Passed `weights` to `ContrastiveLoss` on ranks [1] of 2 only" in weights
         assert "margin or partition or within or hardness differs between ranks" in duplicates
+
+
+def test_positives_of_unsigned_integers_are_row_numbers() -> None:
+    image, text, positives = torch.randn(4, 2), torch.randn(5, 2), torch.tensor([3, 0, 4, 1])
+    losses = [
+        ContrastiveLoss()(image, text, 1.0, positives=positives.to(dtype))
+        for dtype in (torch.int64, torch.uint16, torch.uint64)
+    ]
+    assert losses[0] == losses[1] == losses[2]

@@ -30,7 +30,7 @@ class Computed:
 
 
 class ADict(dict):
-    pass
+    __getattr__ = dict.__getitem__  # raises `KeyError`, unlike an object
 
 
 class AList(list):

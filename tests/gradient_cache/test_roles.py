@@ -145,6 +145,12 @@ def test_whole_argument_stays_whole_beside_a_batch_of_its_length() -> None:
     assert has_rows(GradientCache(micro_batch_size=4), Sees(), 8, prompt), "nothing known before"
 
 
+def test_mask_of_changing_length_stays_whole_beside_a_batch_of_its_length() -> None:
+    earlier = GradientCache(micro_batch_size=4), Sees()
+    for length in (5, 9, 8):
+        assert not has_rows(*earlier, 8, torch.ones(length, length))
+
+
 def test_argument_split_by_chance_raises_in_a_later_call() -> None:
     earlier, prompt = (GradientCache(micro_batch_size=4), Sees()), torch.ones(8, 2)
     assert has_rows(*earlier, 8, prompt)

@@ -131,6 +131,35 @@ def test_ids_of_the_data_set_are_concatenated() -> None:
     assert whole["ids"].tolist() == list(range(32))
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array(["a", "b"]),
+        np.array([{"a": 1}, None], dtype=object),
+        np.array(["2026-01-01", "2026-01-02"], dtype="datetime64[D]"),
+        torch.tensor([2**63 + 5, 7], dtype=torch.uint64),
+        torch.tensor([1j, 2j]),
+        [2**64, 2**70],
+    ],
+    ids=lambda values: str(getattr(values, "dtype", "large")),
+)
+def test_values_that_are_no_row_numbers_are_concatenated(values: Any) -> None:
+    (whole,) = gather_batches([{"x": torch.rand(2, 2), "ids": values}] * 2, 2)
+    assert list(whole["ids"]) == [*values, *values]
+
+
+def test_nested_tensors_that_cannot_be_concatenated_raise() -> None:
+    batches = [
+        {
+            "x": torch.rand(2, 2),
+            "n": torch.nested.nested_tensor([torch.ones(n)] * 2, layout=torch.jagged),
+        }
+        for n in (1, 2)
+    ]
+    with pytest.raises(ValueError, match=r"`n`, which differs .*: \(nested or sparse\)"):
+        list(gather_batches(batches, 2))
+
+
 def test_sequences_of_different_lengths_are_padded_as_declared() -> None:
     lengths = (3, 5, 2)
     batches = [

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from lightning_mp.contrastive._call.request import Request, group_named, ranks_of
 from lightning_mp.numerics.async_readback import AsyncReadback
@@ -49,6 +50,9 @@ class FirstInputs:
     def check(self, request: Request, signature: list[Any] | None) -> None:
         """Check inputs for probable mistakes, except during the capture of a CUDA graph."""
         self.signature = signature
+        # Tensors without values, as in Lightning's `measure_flops`.
+        if request.image.is_meta or is_fake(request.image):
+            return
         # `ready` queries events, which CUDA forbids during a capture.
         if request.image.is_cuda and torch.cuda.is_current_stream_capturing():
             return

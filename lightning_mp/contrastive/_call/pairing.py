@@ -76,7 +76,7 @@ def _pairing_problem(request: Request, pairing: Pairing) -> str | None:
 
 def _range_problem(positives: Tensor, n: int) -> str | None:
     """Return an error if positives are not row numbers of `n` texts; the host reads them."""
-    least, most = (int(x) for x in positives.aminmax()) if positives.numel() else (-1, -1)
+    least, most = (int(x) for x in positives.long().aminmax()) if positives.numel() else (-1, -1)
     if least >= -1 and most < n:
         return None
     return (

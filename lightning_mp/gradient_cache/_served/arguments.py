@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -230,28 +230,32 @@ class Arguments:
 class EarlierCalls:
     """What earlier calls of a tower have shown: roles of outputs, and lengths of arguments.
 
-    A prompt of 8 rows is whole beside a batch of 12, and stays whole beside a last batch of 8.
+    A prompt of 8 rows is whole beside a batch of 12, and stays whole beside a last batch of 8. So
+    does a causal mask of changing length L, (L, L), once L happens to be that of the batch.
     """
 
     def __init__(self) -> None:
         self.output_roles: dict[str, Role] = {}
-        # By path, with and without the rows of the batch.
-        self._lengths: dict[tuple[str, bool], set[int]] = {}
+        # Lengths by path: of arrays that were whole, and of those that were split.
+        self._whole: defaultdict[str, set[int]] = defaultdict(set)
+        self._split: defaultdict[str, set[int]] = defaultdict(set)
 
     def has_rows(self, path: str, value: Any, batch_size: int) -> bool:
         """Return whether an array has the rows of the batch."""
         length = len(value)
         has_batch_length = length == batch_size
-        # Arrays of length 1 are broadcast.
-        if length > 1 and length in self._lengths.get((path, not has_batch_length), ()):
-            if has_batch_length:
-                return False
+        if length == 1:  # broadcast
+            return has_batch_length
+        whole, split = self._whole[path], self._split[path]
+        if has_batch_length and (length in whole or (len(whole) > 1 and not split)):
+            return False
+        if not has_batch_length and length in split:
             raise ValueError(
                 f"Passed `{path}` of shape {list(value.shape)} to a tower called with {batch_size} "
                 f"rows. An earlier call with {length} rows split it with the batch. Declare its "
                 f"role: `roles={{{path!r}: 'whole'}}`, or 'rows' if it has one item per row."
             )
-        self._lengths.setdefault((path, has_batch_length), set()).add(length)
+        (split if has_batch_length else whole).add(length)
         return has_batch_length
 
 
@@ -330,7 +334,8 @@ def open_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, 
 
 def _open(value: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]] | None:
     """Return the path steps, the items and the `close` of a container; `None` for a leaf."""
-    node = None if hasattr(value, "_fields") else pytree.SUPPORTED_NODES.get(type(value))
+    # Of the type: a dict whose `__getattr__` reads its items raises `KeyError`.
+    node = None if hasattr(type(value), "_fields") else pytree.SUPPORTED_NODES.get(type(value))
     if node is not None:  # built-in containers, and also Hugging Face's `ModelOutput`s
         items, context = node.flatten_fn(value)
         items = list(items)
