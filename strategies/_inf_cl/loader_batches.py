@@ -129,7 +129,7 @@ class _GatheringLoader:
         if state["is_over"]:
             return
         self._start = state["gathered"]
-        if state["place"] == type(self._place).__name__:
+        if state["place"] == self._place.kind:
             rank_zero_info(self._place.resume(state["loader"]))
         else:
             rank_zero_info(
@@ -143,7 +143,7 @@ class _GatheringLoader:
             "is_over": is_over,
             "gathered": self._gathered,
             "epoch": getattr(sampler_of(self._loader), "epoch", None),
-            "place": type(self._place).__name__,
+            "place": self._place.kind,
             "loader": self._place.state(),
         }
 

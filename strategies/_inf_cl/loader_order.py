@@ -32,6 +32,11 @@ class Place:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
+    @property
+    def kind(self) -> str:
+        """What a resumed run must have in common with the earlier run."""
+        return type(self).__name__
+
     def begin(self) -> Iterator[Any]:
         """Return an iterator of the loader from its position."""
         return iter(self._loader)
@@ -100,21 +105,35 @@ class LoaderOrder(Place):
         known = (*_ORDERED_BY_EPOCH, *_DRAWN_FROM_GENERATOR) if is_alone else _ORDERED_BY_EPOCH
         return type(_inner_sampler(loader.batch_sampler.sampler)) in known
 
+    @property
+    @override
+    def kind(self) -> str:
+        sampler = _inner_sampler(self._batches.sampler)
+        is_own = getattr(sampler, "generator", None) is not None
+        return f"{type(sampler).__name__}{' with a generator' * is_own}"
+
+    @property
+    def _rows(self) -> int:
+        """Rows per loader batch, of all ranks."""
+        rows: int = self._batches.batch_size * getattr(self._batches.sampler, "num_replicas", 1)
+        return rows
+
     @override
     def took(self, batches: int) -> None:
         self._taken += batches
 
     @override
     def state(self) -> dict[str, Any]:
-        return {"loader_batches": self._taken, "generators": self._states}
+        return {"rows": self._taken * self._rows, "generators": self._states}
 
     @override
     def resume(self, state: dict[str, Any]) -> str:
-        self._resumed = state["loader_batches"], state["generators"]
+        # Rows, because the number of ranks and the batch size may differ from the earlier run.
+        skipped = state["rows"] // self._rows
+        self._resumed = skipped, state["generators"]
         return (
-            "The run resumes within an epoch at the next batch: "
-            f"{state['loader_batches']} loader batches are skipped in the order of the sampler, "
-            "without reading them."
+            f"The run resumes within an epoch at the next batch: {skipped} loader batches are "
+            "skipped in the order of the sampler, without reading them."
         )
 
     @override

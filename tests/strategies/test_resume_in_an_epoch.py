@@ -179,6 +179,7 @@ def test_loader_of_unknown_order_starts_again(tmp_path: Path, logged: list[str])
         (("unknown", 3), ("shuffled", 3), "written with another kind of loader"),
         (("stateful", 3), ("shuffled", 3), "written with another kind of loader"),
         (("shuffled", 3), ("stateful", 3), "written with another kind of loader"),
+        (("shuffled", 3), ("own generator", 3), "written with another kind of loader or sampler"),
         (("shuffled", 3), ("shuffled", 1), "written with another `loader_batches_per_step`"),
         (("shuffled", 1), ("shuffled", 3), "does not contain the position of the loader"),
     ],
@@ -231,11 +232,14 @@ def test_resumed_at_the_end_of_an_epoch_skips_nothing(
     assert not any("within an epoch" in line for line in logged)
 
 
-def _fit_on_ranks(rank: int, folder: Path, step: int | None) -> tuple[list[Tensor], Tensor]:
+def _fit_on_ranks(
+    rank: int, folder: Path, step: int | None, ranks: int = 2
+) -> tuple[list[Tensor], Tensor]:
     if step is None:
         model = _fit("shuffled", folder, devices=2)
     else:
-        model = _fit("shuffled", None, devices=2, ckpt_path=folder / f"step={step}.ckpt")
+        path, joined = folder / f"step={step}.ckpt", 6 // ranks
+        model = _fit("shuffled", None, joined, devices=ranks, ckpt_path=path)
     return model.seen, parameters_of(model)
 
 
@@ -248,6 +252,11 @@ def test_each_rank_resumes_at_its_own_next_batch(tmp_path: Path) -> None:
         assert all(torch.equal(*two) for two in zip(batches[5:], rest, strict=True))
         assert torch.equal(weights, rest_weights)
     assert not torch.equal(whole[0][0][0], whole[1][0][0])
+    # One rank with twice the loader batches per step sees the rows of both.
+    ((batches, weights),) = run_ranks(_fit_on_ranks, 1, tmp_path, 5, 1)
+    (seen,), both = batches, torch.cat([rows[5] for rows, _ in whole])
+    assert torch.equal(seen.unique(dim=0), both.unique(dim=0))
+    assert torch.allclose(weights, whole[0][1], rtol=1e-4)
 
 
 def test_loader_states_depend_on_the_sampler() -> None:
@@ -261,5 +270,5 @@ def test_loader_states_depend_on_the_sampler() -> None:
     known = gather_batches(_loader("shuffled"), 3)
     sampler = known.batch_sampler
     next(iter(known))
-    assert known.state_dict()["loader"]["loader_batches"] == 3
+    assert known.state_dict()["loader"]["rows"] == 12
     assert known.batch_sampler is sampler, "the loader keeps its own"
