@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -175,7 +175,9 @@ class BalancedAMP(ScaledPrecision):
     @override
     @contextlib.contextmanager
     def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
-        with super()._step_of(optimizer):
+        # In manual optimization a step runs inside the autocast of the training step, which would
+        # round products in optimizers, as of Adafactor's factors, to half.
+        with super()._step_of(optimizer), torch.autocast(self._device_type, enabled=False):
             yield
         if self._is_inside:  # a forward may follow in this step, as in manual optimization
             self._working.refresh(self.main_params(optimizer))
@@ -188,6 +190,16 @@ class BalancedAMP(ScaledPrecision):
         autocast = torch.autocast(self._device_type, enabled=False)
         with autocast, self.policy.recompute_context(self._device_type):
             yield
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        writing = self._working.writing  # their first write would be rounded once more
+        return super().state_dict() | ({"writing": writing} if writing else {})
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._working.restore(state_dict.get("writing", ()))
+        super().load_state_dict(state_dict)
 
     @property
     def _device_type(self) -> str:

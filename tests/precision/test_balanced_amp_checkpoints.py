@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
@@ -64,6 +64,30 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
             assert one.state[p][name].dtype == torch.float32
             assert torch.equal(one.state[p][name], other.state[q][name])
     assert {t.dtype for t in checkpoint["state_dict"].values()} == {torch.float32}
+
+
+class _Renormalizing(nn.Module):
+    """Adds embeddings of at most unit length, so that the forward writes to its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.head = nn.Embedding(4, 8, max_norm=1.0), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(x + self.codes(torch.arange(len(x)) % 4))
+        return result
+
+
+def test_resumed_run_knows_the_modules_that_write_to_their_weights(tmp_path: Path) -> None:
+    """The first write of a forward is rounded to half, once in a run."""
+    path: Path | None = None
+    ends = []
+    for epochs in (2, 1, 2):
+        model = Regression(_Renormalizing)
+        trainer = fit(model, BalancedAMP(half="bf16"), loader(3), max_epochs=epochs, ckpt_path=path)
+        ends.append(parameters_of(model))
+        path = save_and_load(trainer, tmp_path)[0] if epochs == 1 else None
+    assert torch.equal(ends[0], ends[2])
 
 
 def test_state_dict_in_training_equals_that_of_a_plain_module(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
@@ -153,6 +153,43 @@ def _assert_clipped_alike(
     assert sum(number > value * 0.999 for number in of_algorithm[0]) >= 3  # clipping is active
     norms = [[norm for norm, _ in m.stepped] for m in (model, reference)]
     assert norms[0] == pytest.approx(norms[1], rel=4 * relative)
+
+
+class ByHand(Regression):
+    """Steps in manual optimization, with or without a closure."""
+
+    has_closure = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        if self.automatic_optimization:
+            return super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = super(ByHand, self).training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        if self.has_closure:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+            optimizer.step()
+        return None
+
+
+@plugins
+def test_manual_steps_equal_automatic_steps_bit_for_bit(make_plugin: Callable[[], Plugin]) -> None:
+    """Autocast would round the product of Adafactor's factors, which underflow in fp16."""
+    ends = []
+    for is_manual, has_closure in ((False, False), (True, False), (True, True)):
+        model = ByHand(make_optimizer=lambda p: Adafactor(p, lr=0.01))
+        model.automatic_optimization, model.has_closure = not is_manual, has_closure
+        fit(model, make_plugin(), loader(4))
+        ends.append(parameters_of(model))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
 
 
 @pytest.mark.parametrize("change", ["backward", "zero_grad", "zeros", "clip", "edit"])

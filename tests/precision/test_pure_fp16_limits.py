@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.averages import weight_averaging
@@ -122,13 +122,12 @@ def test_pruning_in_training_raises() -> None:
         fit(Regression(), PureFP16(), loader(1), callbacks=[callback])
 
 
-def _exponential_average() -> Callback:
-    averages = weight_averaging()
-    return averages.EMAWeightAveraging(decay=0.9)
-
-
 AVERAGES: dict[str, Callable[[], Callback]] = {
-    "ema": _exponential_average,
+    "ema": lambda: weight_averaging().EMAWeightAveraging(decay=0.9),
+    "mean": lambda: weight_averaging().WeightAveraging(),
+    "multi-tensor": lambda: weight_averaging().WeightAveraging(
+        multi_avg_fn=get_ema_multi_avg_fn(0.9)
+    ),
     "swa": lambda: StochasticWeightAveraging(swa_lrs=0.1),
 }
 
@@ -138,6 +137,14 @@ def test_callbacks_that_average_half_weights_warn(name: str) -> None:
     model = Regression(interval="epoch")
     with pytest.warns(UserWarning, match="averages half weights.*`BalancedAMP`"):
         fit(model, PureFP16(), loader(2), callbacks=[AVERAGES[name]()], max_epochs=2)
+
+
+def test_weight_averaging_returns_the_mean_of_all_steps() -> None:
+    model = Regression()
+    with pytest.warns(UserWarning, match="averages half weights"):
+        fit(model, PureFP16(), loader(5), callbacks=[AVERAGES["mean"]()])
+    mean = torch.stack(model.weights).mean(0)
+    torch.testing.assert_close(parameters_of(model), mean, rtol=2**-10, atol=1e-6)
 
 
 # --- writes --------------------------------------------------------------------------------------

@@ -265,8 +265,9 @@ class ScaledPrecision(Precision, ForLightning):
         """Step without a scaler: the optimizer calls the closure, possibly several times."""
         results: list[Any] = []
 
-        def run() -> Any:
-            results.append(self._wrap_closure(model, optimizer, closure))
+        def run() -> Any:  # in manual optimization, the closure computes a forward
+            with self._compute_context() if self._is_inside else contextlib.nullcontext():
+                results.append(self._wrap_closure(model, optimizer, closure))
             if len(results) > 1:  # a skip would not undo what LBFGS has changed since the first
                 self._skip_request = None
             elif not self._decide(optimizer, None):
@@ -323,8 +324,7 @@ class ScaledPrecision(Precision, ForLightning):
     def _decide(self, optimizer: Optimizer, found_inf: Tensor | None) -> bool:
         """Return whether to step."""
         request, self._skip_request = self._skip_request, None
-        # Copy both flags together, because each copy is a host sync.
-        if request is not None and found_inf is not None:
+        if request is not None and found_inf is not None:  # one host sync for both
             found_inf, request = torch.stack([found_inf, request.to(found_inf)]).cpu()
         if self.scaler is not None and found_inf is not None:
             try:

@@ -5,6 +5,7 @@ called.
 """
 
 import contextlib
+import functools
 import inspect
 import threading
 import weakref
@@ -25,7 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 
 from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
 
@@ -174,6 +175,11 @@ class Ledger:
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter of the model."""
         return self._names.get(id(parameter), "an unnamed parameter")
+
+    def names_of(self, module: nn.Module) -> list[str]:
+        """Return the dotted path of a module of the model, or nothing."""
+        modules = [] if self.root is None else self.root.named_modules()
+        return [name for name, each in modules if each is module]
 
     def look_for_replaced(self) -> bool:
         """Return whether the model may have new parameters since the last call.
@@ -360,3 +366,16 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
                 f"`{name}` averages half weights under `PureFP16`, and the average is rounded to "
                 "half when it is copied into the model. Use `BalancedAMP` for fp32 averages."
             )
+            average = getattr(each, "_average_model", None)
+            if not isinstance(average, AveragedModel):
+                continue
+            if average.multi_avg_fn or not average.avg_fn:
+                # torch groups the tensors of these averages, which requires one dtype.
+                average_all = average.multi_avg_fn or get_swa_multi_avg_fn()
+                average.avg_fn = functools.partial(_averaged, average_all)
+                average.multi_avg_fn = None
+
+
+def _averaged(average_all: Callable[..., Any], average: Tensor, weight: Tensor, n: Any) -> Tensor:
+    average_all([average], [weight.to(average.dtype)], n)
+    return average

@@ -82,7 +82,8 @@ class WorkingCopies:
         self.half = half
         self._ledger = Ledger() if ledger is None else ledger
         self._kept: set[nn.Module] = set()
-        self._writing: set[nn.Module] = set()  # join `_kept` at the next refresh
+        self.writing: list[str] = []  # names of modules whose forward writes, for checkpoints
+        self._writing: set[nn.Module] = set()  # those that join `_kept` at the next refresh
         self._users = ModuleUsers()
         self._refreshes = 0
         self._is_probing = True
@@ -101,6 +102,7 @@ class WorkingCopies:
     def attach(self, root: nn.Module, keep: Iterable[nn.Module] = ()) -> None:
         """Let all modules except `keep` compute with half copies, until `release`."""
         self._kept = set(keep)
+        self.writing = []
         self._is_attached, self._thread = True, threading.get_ident()
         if any(is_compiled(module) for module in root.modules()):
             # torch warns because Dynamo reads `.grad` of all its inputs.
@@ -121,6 +123,13 @@ class WorkingCopies:
     def keep(self, modules: Iterable[nn.Module]) -> None:
         """Let further modules compute with their fp32 weights."""
         self._kept.update(modules)
+
+    def restore(self, writing: Sequence[str]) -> None:
+        """Keep the modules that wrote to their weights before a checkpoint in fp32."""
+        self.writing = list(writing)
+        root = self._ledger.root
+        named = dict(root.named_modules()) if root is not None and writing else {}
+        self.keep(named[name] for name in writing if name in named)
 
     def release(self) -> None:
         """Restore the `forward` of all modules, and drop the copies."""
@@ -251,6 +260,7 @@ class WorkingCopies:
         if is_seen or (is_probing and _differs(parameter, stand_in)):
             self._take_write(parameter, stand_in)
             self._writing.add(module)
+            self.writing += self._ledger.names_of(module)
             if not is_seen:
                 rank_zero_warn(_UNSEEN.format(kind=type(module).__name__, name=name))
 
