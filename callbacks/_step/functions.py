@@ -48,6 +48,9 @@ class FunctionMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # Dynamo traces `unflatten` as a method only
+            is_method = getattr(func, "__name__", "") == "unflatten"
+            return args[0].unflatten(*args[1:], **kwargs) if is_method else func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             opened = opened_composites().get(func)
             if opened is not None and all(kind in (Tensor, nn.Parameter) for kind in types):
@@ -105,7 +108,7 @@ def _is_measured(output: Any) -> bool:
     """Return whether the output of a function is a plain tensor with values, or a tuple of them."""
     first: Tensor = output if isinstance(output, Tensor) else output[0]
     # `vmap` hides the samples, of which only a few are measured.
-    is_inside = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    is_inside = torch._C._are_functorch_transforms_active()
     return not (is_inside or first.is_nested or first.is_meta) and first.numel() > 0
 
 

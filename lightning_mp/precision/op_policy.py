@@ -291,7 +291,9 @@ def _rules_of_mixed_inputs() -> dict[str, _Rule]:
 
 def _rules_of_composites() -> dict[str, _Rule]:
     rule = _Rule("open", opened=opened_composites())
-    return {original.__name__: rule for original in opened_composites()}
+    # Dynamo traces `unflatten` as a method, but not as a function, because of its `super()`.
+    methods = {"unflatten": _Rule("method")}
+    return methods | {original.__name__: rule for original in opened_composites()}
 
 
 _NORMS = {nn.LayerNorm: "layer_norm", nn.GroupNorm: "group_norm", nn.RMSNorm: "rms_norm"}
@@ -360,8 +362,7 @@ def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
                 actions[op] = group.op_class
     if not actions:
         return {}
-    # Dynamo traces `unflatten` as a method, but not as a function, because of its `super()`.
-    rules = {"unflatten": _Rule("method"), **_rules_of_composites()}
+    rules = _rules_of_composites()
     for op, op_class in actions.items():
         action = "fp32" if op_class == "norm" and not stored_as_input else op_class
         if action == "given":

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from lightning_mp.callbacks import ActivationRangeMonitor, RepresentationMonitor, TensorCollector
@@ -42,3 +43,23 @@ def test_compiled_function_contains_no_statistics_and_the_monitor_warns(
     # One graph with a hook, which does nothing, and one without; five operations in the perceptron.
     assert counter.frame_count <= 2
     assert counter.op_count == 5 * counter.frame_count
+
+
+class Attending(nn.Module):
+    """Attention over tokens of four values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (4, 4))
+        return self.out(self.attend(x, x, x, need_weights=False)[0].flatten(1))
+
+
+@pytest.mark.filterwarnings("ignore:`ActivationRangeMonitor` measured no module")
+def test_attention_in_a_compiled_function_stays_in_one_graph() -> None:
+    model, counter = Watched(Attending, steps=6), CompileCounter()
+    model.network.forward = torch.compile(model.network.forward, backend=counter, fullgraph=True)
+    watch(model, [ActivationRangeMonitor(every_n_steps=2)])
+    assert counter.frame_count <= 2  # with and without the mode of the monitor

@@ -66,6 +66,32 @@ def test_smaller_last_batch_compiles_to_one_graph_and_trains_as_in_eager_mode(
     assert relative(ends[1], ends[0], start) < {"fp16": 2**-7, "bf16": 2**-4}[half]
 
 
+class Buffered(nn.Module):
+    """Attention after a sum with an fp32 buffer."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self.attend, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(8, 1)
+        self.register_buffer("position", torch.randn(2, 4))
+        if backend is not None:
+            self.compile(backend=backend, fullgraph=True, dynamic=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (2, 4)) + self.position
+        return self.out(self.attend(x, x, x, need_weights=False)[0].flatten(1))
+
+
+def test_attention_of_mixed_inputs_compiles_to_one_graph() -> None:
+    ends, counter = [], CompileCounterWithBackend("aot_eager")
+    for backend in (None, counter):
+        model = Regression(lambda b=backend: Buffered(b))
+        start = parameters_of(model)
+        fit(model, PureFP16(), uneven())
+        ends.append(model)
+    assert counter.frame_count == 2  # one graph for 16 samples and one for 5
+    assert relative(ends[1], ends[0], start) < 2**-7
+
+
 class Method(Regression):
     """Compiles a method of the LightningModule."""
 
