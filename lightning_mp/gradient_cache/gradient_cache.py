@@ -32,7 +32,7 @@ from lightning_mp.gradient_cache._served.call import Replayed, TowerCall
 from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
 from lightning_mp.gradient_cache._served.outputs import Outputs
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
-from lightning_mp.gradient_cache._served.sharding import reduce_remaining, set_reduction
+from lightning_mp.gradient_cache._served.sharding import is_alone, reduce_remaining, set_reduction
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.numerics.async_readback import AsyncReadback
 
@@ -259,11 +259,17 @@ class GradientCache:
         self.calls += 1
         earlier = self._earlier[name, id(tower.module)]
         arguments = Arguments(tower, args, kwargs, self.declared, earlier, self._expected_rows)
+        rows = self._config.micro_batch_size
         if not arguments.batch_size:  # such as the images of a batch without images
+            if not is_alone() and (tower.sharded or rows == "auto"):
+                raise ValueError(
+                    f"Passed an empty batch to the tower `{name}` ({arguments}). All ranks must "
+                    "run a sharded tower together, and measure memory together for "
+                    "`micro_batch_size='auto'`. Pass at least one row on each rank."
+                )
             return function(*args, **kwargs)
         call = TowerCall(self._config, tower, function, arguments)
         call.trained.refuse = functools.partial(self._refuse_stored, name)
-        rows = self._config.micro_batch_size
         was_in_a_tower, self._in_a_tower = self._in_a_tower, True
         try:
             outputs = call.run(self._auto_size(call) if rows == "auto" else rows)

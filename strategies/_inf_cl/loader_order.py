@@ -5,7 +5,6 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
 from torch.utils.data import (
@@ -18,6 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from typing_extensions import override
+
+from lightning_mp.gradient_cache._served.sharding import is_alone
 
 __all__ = ["LoaderOrder", "LoaderState", "Place", "sampler_of"]
 
@@ -101,8 +102,7 @@ class LoaderOrder(Place):
         if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
             return False
         # Exact types, because a user's sampler may draw from any source.
-        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        known = (*_ORDERED_BY_EPOCH, *_DRAWN_FROM_GENERATOR) if is_alone else _ORDERED_BY_EPOCH
+        known = (*_ORDERED_BY_EPOCH, *_DRAWN_FROM_GENERATOR) if is_alone() else _ORDERED_BY_EPOCH
         return type(_inner_sampler(loader.batch_sampler.sampler)) in known
 
     @property

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -126,8 +127,12 @@ def test_call_without_grad_has_its_own_auto_size() -> None:
 
 
 def _find_with_budget_of_rank(rank: int) -> dict[str, int]:
-    cache = GradientCache(micro_batch_size="auto", activation_bytes=ROW_BYTES * (20 + 40 * rank))
-    gradient_of(cache, Tower(), batch())
+    tower, budget = Tower(), ROW_BYTES * (20 + 40 * rank)
+    cache = GradientCache(micro_batch_size="auto", activation_bytes=budget)
+    if dist.is_initialized():  # other ranks would wait for the size
+        with pytest.raises(ValueError, match=r"an empty batch to the tower `Tower` .*\[0, 64\]"):
+            cache.call(tower, batch()[:0])
+    gradient_of(cache, tower, batch())
     return cache.micro_batch_sizes
 
 

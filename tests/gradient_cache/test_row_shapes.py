@@ -122,6 +122,38 @@ def test_shape_check_does_not_recompile_a_compiled_tower() -> None:
     assert set(sizes) == {4}
 
 
+class Forces(nn.Module):
+    """Differentiates an energy with respect to positions, as encoders of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (forces,) = torch.autograd.grad(self.linear(x).pow(3).sum(), x, create_graph=True)
+        return forces
+
+
+def test_shape_check_of_a_tower_that_differentiates() -> None:
+    tower, x = Forces(), torch.randn(BATCH, WIDTH)
+    GradientCache(micro_batch_size=4).call(tower, x).square().sum().backward()
+    (expected,) = torch.autograd.grad(tower(x).square().sum(), tower.linear.weight)
+    torch.testing.assert_close(tower.linear.weight.grad, expected)
+
+
+def test_left_out_key_value_cache_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model, ids = transformers.LlamaModel(config), torch.randint(0, 9, (BATCH, 5))
+    cache = GradientCache(micro_batch_size=4, roles={"past_key_values": "left out"})
+    out = cache.call(model, ids, use_cache=True)
+    assert out.past_key_values is None
+    torch.testing.assert_close(out.last_hidden_state, model(ids).last_hidden_state)
+
+
 def test_whole_clip_model_of_transformers_as_one_tower_raises() -> None:
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}

@@ -108,10 +108,9 @@ class Arguments:
         self._leaves = tree.leaves
         self.leaves = [leaf.value for leaf in self._leaves]
         self.roles = [self._role(leaf.path, leaf.value) for leaf in self._leaves]
-        is_empty = found == 0 and bool(tower.sharded)  # other ranks would wait for this one
-        if found is None or is_empty or not any(role.has_rows for role in self.roles):
+        if found is None or not any(role.has_rows for role in self.roles):
             raise ValueError(
-                f"Passed no batch, or an empty batch, to a tower ({self}). At least one argument "
+                f"Passed no batch to a tower ({self}). At least one argument "
                 "must be a tensor or a list whose first dimension is the batch. Pass the batch as "
                 "an argument, not as an attribute, and pad nested, sparse and packed tensors."
             )

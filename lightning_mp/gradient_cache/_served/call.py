@@ -121,7 +121,6 @@ class TowerCall:
         set_reduction(self.sharded, True)
         return size
 
-    @torch.no_grad()
     def _check_shapes(self) -> None:
         """Learn the roles of outputs; raise if the shape of a row depends on the number of rows.
 
@@ -132,7 +131,9 @@ class TowerCall:
         # Eager, because a compiler would specialize on these sizes.
         is_compiling = "torch._dynamo" in sys.modules
         eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
-        with undisturbed(self.device, self.module), eager:
+        # With grad, for towers that differentiate; but FSDP's hooks would wait for a backward.
+        with_grad = torch.is_grad_enabled() and not self.sharded
+        with undisturbed(self.device, self.module), eager, torch.set_grad_enabled(with_grad):
             two, three = (
                 self.outputs.shapes(self._run(self._micro_batches.repeated(rows))[0])
                 for rows in (2, 3)  # at least two, because BatchNorm fails on one row
@@ -159,12 +160,9 @@ class TowerCall:
         self._micro_batches.split(micro_batch_size, count)
         try:
             for rows, leaves in self._micro_batches.first_run():
-                inputs = self._micro_batches.for_grad(leaves)
-                args, kwargs = self._arguments.rebuild(leaves)
                 self._buffers.restore(keep_grown=True)
                 rng = RngState(self.device, self.module)
-                with self._autocast:
-                    returned = self._function(*args, **kwargs)
+                returned, inputs = self._run(leaves)
                 self._buffers.collect(rows.stop - rows.start)
                 opened = self.outputs.open(returned, rows)
                 is_padded = self._micro_batches.is_padded
@@ -175,7 +173,7 @@ class TowerCall:
                 sketches = [Sketch(x) for x in opened.tensors if torch.is_grad_enabled()]
                 known = self.trained.note(opened.tensors, inputs)
                 self._first_runs.append(_FirstRun(rng, known, sketches))
-                del args, kwargs, leaves, returned, inputs, opened  # frees the graph now
+                del leaves, returned, inputs, opened  # frees the graph now
         except SharedWriteError as error:
             raise RuntimeError(
                 f"The tower `{self.tower}` writes in place to "
@@ -215,12 +213,9 @@ class TowerCall:
                 self._micro_batches, self._first_runs, strict=True
             ):
                 with torch.enable_grad(), self._config.context():
-                    inputs = self._micro_batches.for_grad(leaves)
-                    args, kwargs = self._arguments.rebuild(leaves)
                     self._buffers.rewind()
                     first_run.rng.restore()
-                    with self._autocast:
-                        returned = self._function(*args, **kwargs)
+                    returned, inputs = self._run(leaves)
                 roots, grads = [], []
                 opened = self.outputs.open(returned, rows).tensors
                 for index, (tensor, cotangent, sketch) in enumerate(
@@ -232,7 +227,7 @@ class TowerCall:
                         grads.append(
                             self.outputs.micro_batch_cotangent(index, cotangent, rows, tensor)
                         )
-                del args, kwargs, returned
+                del returned
                 if not roots:
                     continue
                 # Gradients are reduced once, when they are complete.
@@ -264,6 +259,7 @@ class TowerCall:
         return Replayed(gradients, difference, tolerance, unused, used_bytes)
 
     def _run(self, leaves: list[Any]) -> tuple[Any, list[Tensor]]:
+        """Run the tower, and return its result and the leaves that get gradients."""
         inputs = self._micro_batches.for_grad(leaves)
         args, kwargs = self._arguments.rebuild(leaves)
         with self._autocast:

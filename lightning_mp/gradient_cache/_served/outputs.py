@@ -137,7 +137,8 @@ class Outputs:
         empty = [
             leaf.value.new_empty(0)
             if isinstance(leaf.value, Tensor)
-            else (None if self._is_left_out(leaf.path) else leaf.value)
+            # Not `None`, which outputs of Hugging Face drop.
+            else (... if self._is_left_out(leaf.path) else leaf.value)
             for leaf in opened.leaves
         ]
         self._tree, self._leaves = self._open(opened.tree.rebuild(empty))

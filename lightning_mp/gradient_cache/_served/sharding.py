@@ -17,6 +17,7 @@ from lightning_mp.gradient_cache._served.towers import sharded_modules
 
 __all__ = [
     "agree_on_micro_batches",
+    "is_alone",
     "min_over_ranks",
     "reduce_remaining",
     "set_reduction",
@@ -64,9 +65,14 @@ def reduce_remaining(modules: Collection[Any]) -> None:
             del module._without_layers
 
 
+def is_alone() -> bool:
+    """Return whether there is no other rank."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
 def min_over_ranks(values: list[int], device: torch.device) -> list[int]:
     """Return the smallest of each value over all ranks; all ranks must call this function."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if is_alone():
         return values
     least = torch.tensor(values, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
