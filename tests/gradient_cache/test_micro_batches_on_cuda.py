@@ -89,6 +89,16 @@ def test_micro_batches_are_complete_when_read_and_may_be_kept(gpu: FakeCuda, pre
     assert torch.equal(torch.cat(kept).cpu(), torch.cat(expected))
 
 
+def test_tensors_in_a_list_of_rows_are_copied(gpu: FakeCuda) -> None:
+    rows = [{"pixels": torch.ones(3, n)} for n in range(4)]
+    batches = MicroBatches(
+        [pairs()[:4], rows], [roles.ROWS] * 2, batch_size=4, device=DEVICE, prefetch=2
+    )
+    for _, (_, part) in batches:
+        assert [row["pixels"].device for row in part] == [DEVICE] * 4
+    assert rows[0]["pixels"].device.type == "cpu"
+
+
 @pytest.mark.parametrize("forgotten", ["wait_stream", "wait_event"])
 def test_fake_device_detects_a_missing_wait(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, forgotten: str

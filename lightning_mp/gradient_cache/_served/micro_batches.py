@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_mp._nested import map_tensors
 from lightning_mp.gradient_cache._served.roles import Role
 
 __all__ = ["MicroBatches", "SharedWriteError"]
@@ -126,11 +127,10 @@ class MicroBatches:
         ]
 
     def repeated(self, count: int) -> list[Any]:
-        leaves = [
-            _clone(_first_row(leaf, role, count) if role.has_rows else leaf)
+        return [
+            self._on_device(_clone(_first_row(leaf, role, count) if role.has_rows else leaf))
             for leaf, role in zip(self._leaves, self._roles, strict=True)
         ]
-        return [x.to(self._device) if isinstance(x, Tensor) else x for x in leaves]
 
     def written_since(self) -> list[int]:
         """Return the indices of leaves that were written to since the first iteration ended."""
@@ -180,8 +180,11 @@ class MicroBatches:
             return self._unwritten[index, rows.start].clone()
         if not self._roles[index].has_rows:
             return leaf
-        part = self._rows(index, rows, cut_padding)
-        return part.to(self._device) if isinstance(part, Tensor) and self._device else part
+        return self._on_device(self._rows(index, rows, cut_padding))
+
+    def _on_device(self, part: Any) -> Any:
+        # A list with one item per row may contain tensors, such as images of different sizes.
+        return map_tensors(part, lambda tensor: tensor.to(self._device))
 
     def _prefetched(self) -> Iterator[tuple[slice, list[Any]]]:
         """Copy micro-batches on a separate stream, ahead of the current stream.
