@@ -18,6 +18,7 @@ from lightning_mp.gradient_cache._served.arguments import (
     describe_value,
     is_array,
     open_tree,
+    prune_lists_of_rows,
     rows_of,
 )
 from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, DeclaredRoles, Role, is_named
@@ -36,7 +37,7 @@ def open_batch(batch: Any) -> Tree:
             isinstance(x, (Tensor, np.ndarray, list, tuple, Mapping)) for x in tree.value
         )
 
-    return open_tree(batch).prune(is_list_of_rows)
+    return prune_lists_of_rows(open_tree(batch)).prune(is_list_of_rows)
 
 
 def field_roles(batch: Any, declared: DeclaredRoles) -> dict[str, Role]:

@@ -124,6 +124,7 @@ STRINGS = list("abcdefgh")
         ((tuple(STRINGS), "flag"), {}, {"a": True, "b": False}),
         ((ROWS, [ROWS, ROWS]), {}, {"a": True, "b[0]": True, "b[1]": True}),
         ((ROWS, [torch.ones(3, n + 1) for n in range(8)]), {}, {"a": True, "b": True}),
+        ((ROWS, [torch.ones(n + 4, 3) for n in range(8)]), {}, {"a": True, "b": True}),
         (([torch.ones(3, n + 1) for n in range(8)],), {"batch": ROWS}, {"a": True}),
         (([torch.ones(3, n + 1) for n in range(8)],), {"declared": {"a": "rows"}}, {"a": True}),
         ((ROWS, [{"boxes": torch.ones(n, 4)} for n in range(8)]), {}, {"a": True, "b": True}),
@@ -175,8 +176,15 @@ def test_declared_rows_of_another_length_raise() -> None:
 
 @pytest.mark.parametrize(
     "batch",
-    [[ROWS, torch.ones(8, 2), torch.ones(3)], {"text": STRINGS, "n": 3}, [STRINGS, ROWS]],
-    ids=["tensors", "strings", "both"],
+    [
+        [ROWS, torch.ones(8, 2), torch.ones(3)],
+        {"text": STRINGS, "n": 3},
+        [STRINGS, ROWS],
+        {"images": [torch.ones(4, n) for n in range(8)], "text": ROWS},
+        {"tokens": [torch.ones(n + 4, 2) for n in range(8)], "text": ROWS},
+        {"views": [ROWS, ROWS], "weights": torch.ones(2), "prompt": PROMPT},
+    ],
+    ids=["tensors", "strings", "both", "images", "sequences", "views"],
 )
 def test_rows_of_a_batch_are_the_most_frequent_length(batch: Any) -> None:
     assert roles(PROMPT, ROWS, batch=batch) == {"a": False, "b": True}

@@ -148,6 +148,21 @@ def test_values_that_are_no_row_numbers_are_concatenated(values: Any) -> None:
     assert list(whole["ids"]) == [*values, *values]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        [torch.rand(3, n + 1, 4) for n in range(8)],
+        [torch.rand(n + 1, 3) for n in range(8)],  # the length of one is that of the batch
+        [{"boxes": torch.rand(n, 4), "label": n} for n in range(8)],
+    ],
+    ids=["images", "sequences", "targets"],
+)
+def test_lists_of_arrays_of_one_row_each_are_concatenated(values: list[Any]) -> None:
+    batches = [{"values": half, "text": torch.rand(4, 2)} for half in (values[:4], values[4:])]
+    (whole,) = gather_batches(batches, 2)
+    assert [id(x) for x in whole["values"]] == [id(x) for x in values]
+
+
 def test_nested_tensors_that_cannot_be_concatenated_raise() -> None:
     batches = [
         {

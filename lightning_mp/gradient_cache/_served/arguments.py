@@ -23,6 +23,7 @@ __all__ = [
     "describe_value",
     "is_array",
     "open_tree",
+    "prune_lists_of_rows",
     "rows_of",
 ]
 
@@ -165,8 +166,7 @@ class Arguments:
         if type(tree.value) not in (list, tuple) or len(tree.value) != rows:
             return False
         # A list of B tensors with B rows each is a collection of batches.
-        inside = [leaf.value for leaf in tree.leaves]
-        return not any(is_array(x) and len(x) == self.batch_size for x in inside)
+        return set(lengths_in(tree)) != {self.batch_size}
 
     def _role(self, path: str, value: Any) -> Role:
         # A declared role takes precedence over all inference.
@@ -260,11 +260,32 @@ class EarlierCalls:
 
 def rows_of(batch: Any) -> int | None:
     """Return the number of rows of a batch: the most frequent length of its tensors or lists."""
-    tree = open_tree(batch)
+    tree = prune_lists_of_rows(open_tree(batch))
     sizes = [len(leaf.value) for leaf in tree.leaves if is_array(leaf.value)]
     sizes = sizes or [len(each.value) for each in lists_in(tree) if each.value]
     # Not the first length: a batch may contain a prompt or class weights besides its rows.
     return Counter(sizes).most_common(1)[0][0] if sizes else None
+
+
+def prune_lists_of_rows(tree: Tree) -> Tree:
+    """Turn lists of arrays of one row each, such as images of different sizes, into leaves.
+
+    A list of arrays is a list of rows if it is as long as an array outside of it, and if its arrays
+    have different lengths or fewer than it: a list of two views with 8 rows each is none.
+    """
+    lengths = Counter(lengths_in(tree))
+
+    def is_list_of_rows(each: Tree) -> bool:
+        rows, inside = len(each.value), lengths_in(each)
+        is_unlike = len(set(inside)) > 1 or rows > max(inside, default=0)
+        return is_unlike and lengths[rows] > inside.count(rows)
+
+    lists = {id(each) for each in lists_in(tree) if is_list_of_rows(each)}
+    return tree.prune(lambda each: id(each) in lists)
+
+
+def lengths_in(tree: Tree) -> list[int]:
+    return [len(leaf.value) for leaf in tree.leaves if is_array(leaf.value)]
 
 
 def _argument_names(signature_of: Callable[..., Any], count: int) -> list[str]:
