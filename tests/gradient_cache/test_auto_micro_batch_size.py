@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import GradientCache
 from lightning_mp.gradient_cache._served import auto_size, micro_batches
@@ -85,6 +86,15 @@ def test_probes_have_no_side_effects() -> None:
     assert tower.calls == 1  # buffers count calls, not micro-batches or probes
     given = GradientCache(micro_batch_size=rows)
     assert torch.equal(gradient, gradient_of(given, Tower(dropout=0.5), batch()))
+
+
+def test_probes_in_a_checkpoint_around_the_tower_do_not_run_it_again() -> None:
+    cache, tower = GradientCache(micro_batch_size="auto", activation_bytes=ROW_BYTES * 40), Tower()
+    with cache.serving(nn.ModuleDict({"tower": tower}), ["tower"]):
+        features = checkpoint(tower, batch(), use_reentrant=False)
+    features.square().sum().backward()
+    expected = torch.autograd.grad(tower(batch()).square().sum(), tower.linear.weight)[0]
+    torch.testing.assert_close(tower.linear.weight.grad, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_auto_size_is_kept_by_later_calls_and_resumed_runs() -> None:

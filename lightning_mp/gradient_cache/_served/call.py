@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +107,7 @@ class TowerCall:
         Cotangents are zeros, so that no observer of gradients sees an overflow.
         """
         set_reduction(self.sharded, False)
-        with undisturbed(self.device, self.module):
+        with undisturbed(self.device, self.module), _plain_saved_tensors():
             trained = TrainedLeaves(self.tower, self.module, self._unsharded)
             samples = self._micro_batches.samples(rows)
             returned, inputs = self._run(samples[0])
@@ -298,6 +298,13 @@ class TowerCall:
                 own_rows = own_rows[:, : part.shape[1]]
             own_rows.copy_(part)
         return others
+
+
+def _plain_saved_tensors() -> AbstractContextManager[Any]:
+    """Suspend hooks for saved tensors: a checkpoint around the tower would run it once more."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()  # torch.func inside the tower supports no hooks
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
 
 
 def rounding_noise(dtypes: set[torch.dtype], device: torch.device) -> float:
