@@ -99,7 +99,7 @@ class ServesTowers(ForLightning, _Strategy):
             self._find_towers()  # reports a wrong name before the slow set-up
         super().setup(trainer)
         if fitting:
-            _warn_about_batch_norm(self._find_towers())  # again: set-up may replace modules
+            _warn_about_mixed_rows(self._find_towers())  # again: set-up may replace modules
             context = self.precision_plugin.train_step_context
             config = replace(self._config, device=self.root_device, context=context)
             self._cache = GradientCache(**vars(config))
@@ -264,16 +264,18 @@ class ServesTowers(ForLightning, _Strategy):
             raise MisconfigurationException(str(error)) from error
 
 
-def _warn_about_batch_norm(towers: Sequence[Tower]) -> None:
-    names = [
-        f"{tower.name}.{name}" if name else tower.name
+def _warn_about_mixed_rows(towers: Sequence[Tower]) -> None:
+    """Warn about layers whose results for a row depend on the other rows of a micro-batch."""
+    mixing = [
+        f"`{tower.name}{name and '.'}{name}` ({type(module).__name__})"
         for tower in towers
         for name, module in tower.module.named_modules()
-        if isinstance(module, _BatchNorm)
+        if isinstance(module, _BatchNorm) or getattr(module, "scale_grad_by_freq", False)
     ]
-    if names:
+    if mixing:
         rank_zero_warn(
-            f"{len(names)} BatchNorm layers in the towers (the first is `{names[0]}`) normalize by "
-            "the statistics of a micro-batch of `micro_batch_size` rows, not of the whole batch. "
-            "If this matters, use LayerNorm or GroupNorm, or a larger `micro_batch_size`."
+            f"{len(mixing)} layers in the towers use the statistics of a micro-batch of "
+            f"`micro_batch_size` rows, not of the whole batch. The first is {mixing[0]}. BatchNorm "
+            "normalizes by them, and `scale_grad_by_freq` counts indices. If this matters, use "
+            "LayerNorm, `scale_grad_by_freq=False`, or a larger `micro_batch_size`."
         )

@@ -217,7 +217,7 @@ def test_inf_cl_batch_norm_warns_once_and_updates_buffers_once_per_step() -> Non
     trainer = make_trainer(
         InfCLStrategy(micro_batch_size=3), max_epochs=1, use_distributed_sampler=False
     )
-    with pytest.warns(UserWarning, match=r"2 BatchNorm layers .* `visual.0`") as warned:
+    with pytest.warns(UserWarning, match=r"2 layers .* `visual.0` \(BatchNorm1d\)") as warned:
         trainer.fit(model, data)
     assert len([w for w in warned if "BatchNorm" in str(w.message)]) == 1
     norm = model.visual[0]
@@ -226,6 +226,23 @@ def test_inf_cl_batch_norm_warns_once_and_updates_buffers_once_per_step() -> Non
     for image, _ in data:
         whole(image)
     assert torch.allclose(norm.running_mean, whole.running_mean, atol=1e-6)
+
+
+def test_embedding_that_scales_gradients_by_counts_warns() -> None:
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Embedding(2, WIDTH, scale_grad_by_freq=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            codes: Tensor = self.codes((x[:, 0] > 0).long())
+            return codes
+
+    model = TinyCLIP()
+    model.text = Codes()
+    strategy = InfCLStrategy(micro_batch_size=3)
+    with pytest.warns(UserWarning, match=r"1 layers .* `text.codes` \(Embedding\)"):
+        make_trainer(strategy, max_epochs=1).fit(model, loader(8, 8))
 
 
 class ManyWays(TinyCLIP):
