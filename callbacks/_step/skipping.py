@@ -67,6 +67,7 @@ class StepSkipper:
                 # Without gradients, no optimizer changes weights or states.
                 for parameter in parameters_of(optimizer):
                     parameter.grad = None
+                _clip_no_gradients(trainer)
                 self._hold(trainer)
 
     def _hold(self, trainer: pl.Trainer) -> None:
@@ -92,3 +93,17 @@ class StepSkipper:
     def detach(self) -> None:
         self._seen.clear()
         self._flags.clear()
+
+
+def _clip_no_gradients(trainer: pl.Trainer) -> None:
+    """Let clipping by value accept an optimizer without gradients, for which torch raises."""
+    plugin = trainer.precision_plugin
+    original = plugin.clip_grad_by_value
+
+    def clip(optimizer: Optimizer, clip_val: int | float) -> None:
+        if any(parameter.grad is not None for parameter in plugin.main_params(optimizer)):
+            original(optimizer, clip_val)
+
+    if "clip_grad_by_value" not in vars(plugin):
+        plugin.clip_grad_by_value = clip  # type: ignore[method-assign]
+        recorder_of(trainer).step_hooks.callback(delattr, plugin, "clip_grad_by_value")

@@ -113,6 +113,22 @@ def test_step_of_a_fused_optimizer_with_the_state_of_another_is_skipped(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:`SpikeGuard.action=.skip..` reads one flag")
+def test_clipping_by_value_accepts_a_skipped_step(tmp_path: Path) -> None:
+    """torch's clipping by value raises if there are no gradients."""
+    recorder = StepRecorder()
+    fit(
+        PlantedModel({1: "nan"}, OPTIMIZERS["adamw"]),
+        make_batches(4),
+        quick(action="skip"),
+        recorder,
+        gradient_clip_val=0.1,
+        gradient_clip_algorithm="value",
+        default_root_dir=tmp_path,
+    )
+    assert recorder.moved == [True, False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore:`SpikeGuard.action=.skip..` reads one flag")
 def test_schedules_that_are_replaced_in_training_wait_for_skipped_steps(tmp_path: Path) -> None:
     class Replaces(PlantedModel):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
