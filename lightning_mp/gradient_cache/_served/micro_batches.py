@@ -142,6 +142,11 @@ class MicroBatches:
             if version != now[index] and (index, 0) not in self._unwritten
         ]
 
+    @property
+    def has_overwritten_rows(self) -> bool:
+        """Whether the function wrote to rows, which later iterations pass as clones."""
+        return bool(self._unwritten)
+
     def _count_writes(self) -> list[int]:
         # Not `version_of`: torch does not count writes to inference tensors.
         return [
