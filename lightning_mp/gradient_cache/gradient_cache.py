@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments
+from lightning_mp._nested import map_tensors
 from lightning_mp.gradient_cache._served.arguments import (
     Arguments,
     EarlierCalls,
@@ -267,6 +268,8 @@ class GradientCache:
                     "run a sharded tower together, and measure memory together for "
                     "`micro_batch_size='auto'`. Pass at least one row on each rank."
                 )
+            # On the device of the towers, too.
+            args, kwargs = map_tensors((args, kwargs), lambda x: x.to(self._config.device))
             return function(*args, **kwargs)
         call = TowerCall(self._config, tower, function, arguments)
         call.trained.refuse = functools.partial(self._refuse_stored, name)

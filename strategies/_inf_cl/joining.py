@@ -156,14 +156,16 @@ class JoinedBatch:
             start, count = target.filled, len(values[target.path])
         value = values[field.path]
         numbers = torch.as_tensor(value)
-        if numbers.is_floating_point() or not ((numbers >= -1) & (numbers < count)).all():
+        is_integer = not numbers.is_floating_point()
+        # In int64, because the whole batch may have too many rows for the loader's dtype.
+        numbers = numbers.long()
+        if not is_integer or not ((numbers >= -1) & (numbers < count)).all():
             raise ValueError(
                 f"Gathered `{field.path}`, declared as '{field.role}', with numbers that are "
                 f"neither from 0 to {count - 1} nor the padding -1. Declare 'rows' for numbers "
                 "that refer to the whole data set."
             )
-        # In int64, because the whole batch may have too many rows for the loader's dtype.
-        numbers = torch.where(numbers < 0, -1, numbers.to(torch.int64) + start)
+        numbers = torch.where(numbers < 0, -1, numbers + start)
         if isinstance(value, Tensor):
             return numbers
         return numbers.numpy() if isinstance(value, np.ndarray) else type(value)(numbers.tolist())

@@ -253,6 +253,8 @@ def test_rows_that_a_step_lacks_have_gradients_of_zero() -> None:
     assert features.shape == (0, 4)
     features.sum().backward()
     assert not tower.weight.grad.any()
+    elsewhere = GradientCache(micro_batch_size=3, device="meta")
+    assert elsewhere.call(nn.Linear(4, 4, device="meta"), torch.ones(0, 4)).is_meta
 
 
 @pytest.mark.gpu

@@ -93,9 +93,12 @@ def test_wrong_row_numbers_raise(
         list(gather_batches([batch, batch], 2, **roles))
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.asarray, torch.tensor, "int8"])
+@pytest.mark.parametrize(
+    "kind", [list, tuple, np.asarray, torch.tensor, torch.int8, torch.uint8, torch.uint16]
+)
 def test_row_numbers_of_every_kind_are_shifted(kind: Any) -> None:
-    numbers = torch.arange(100, dtype=torch.int8) if kind == "int8" else kind(list(range(100)))
+    is_dtype = isinstance(kind, torch.dtype)
+    numbers = torch.arange(100).to(kind) if is_dtype else kind(list(range(100)))
     batches = [{"image": torch.ones(100, 2), "positives": numbers}] * 3
     (whole,) = gather_batches(batches, 3, positives="row numbers")
     assert [int(x) for x in whole["positives"]] == list(range(300))  # 299 does not fit into int8
@@ -154,10 +157,11 @@ def test_values_that_are_no_row_numbers_are_concatenated(values: Any) -> None:
         [torch.rand(3, n + 1, 4) for n in range(8)],
         [torch.rand(n + 1, 3) for n in range(8)],  # the length of one is that of the batch
         [{"boxes": torch.rand(n, 4), "label": n} for n in range(8)],
+        [["one caption"], ["a", "b"], [], ["four"] * 4] * 2,
     ],
-    ids=["images", "sequences", "targets"],
+    ids=["images", "sequences", "targets", "captions"],
 )
-def test_lists_of_arrays_of_one_row_each_are_concatenated(values: list[Any]) -> None:
+def test_lists_with_one_item_per_row_are_concatenated(values: list[Any]) -> None:
     batches = [{"values": half, "text": torch.rand(4, 2)} for half in (values[:4], values[4:])]
     (whole,) = gather_batches(batches, 2)
     assert [id(x) for x in whole["values"]] == [id(x) for x in values]

@@ -268,20 +268,21 @@ def rows_of(batch: Any) -> int | None:
 
 
 def prune_lists_of_rows(tree: Tree) -> Tree:
-    """Turn lists of arrays of one row each, such as images of different sizes, into leaves.
+    """Turn lists with one item per row, such as images of different sizes, into leaves.
 
-    A list of arrays is a list of rows if it is as long as an array outside of it, and if its arrays
-    have different lengths or fewer than it: a list of two views with 8 rows each is none.
+    A list is one of rows if it is as long as an array outside of it, and if arrays in it have
+    different lengths or fewer rows than it has items: a list of two views with 8 rows each is none.
     """
     lengths = Counter(lengths_in(tree))
 
     def is_list_of_rows(each: Tree) -> bool:
+        if type(each.value) not in (list, tuple):
+            return False
         rows, inside = len(each.value), lengths_in(each)
         is_unlike = len(set(inside)) > 1 or rows > max(inside, default=0)
         return is_unlike and lengths[rows] > inside.count(rows)
 
-    lists = {id(each) for each in lists_in(tree) if is_list_of_rows(each)}
-    return tree.prune(lambda each: id(each) in lists)
+    return tree.prune(is_list_of_rows)
 
 
 def lengths_in(tree: Tree) -> list[int]:
