@@ -5,12 +5,13 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mp._arguments import Check, explains_arguments, refuse_values
 from lightning_mp.numerics.floats import HALF_DTYPES
@@ -200,6 +201,8 @@ class _PolicyMode(TorchFunctionMode):
         # By name, because Dynamo does not find Python methods among the keys of a dict.
         rule = self.rules.get(getattr(func, "__name__", ""))
         if rule is None:
+            if func is checkpoint:  # called by Dynamo alone, which would trace it without this mode
+                args = (partial(self._run, args[0]), *args[1:])
             return func(*args, **kwargs)
         if rule.action == "method":
             return args[0].unflatten(*args[1:], **kwargs)
@@ -236,6 +239,10 @@ class _PolicyMode(TorchFunctionMode):
         if rule.action == "norm" and isinstance(first, Tensor) and self._is_castable(first):
             return output.to(first.dtype)
         return output
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return function(*args, **kwargs)
 
     def call_norm(self, norm: nn.Module, value: Tensor) -> Any:
         """Call a norm of torch by its rule, outside this mode."""

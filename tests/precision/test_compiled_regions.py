@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import BalancedAMP
 from tests.precision.models import Regression, fit, loader, relative
@@ -83,3 +84,32 @@ def test_compiled_backward_of_fp32_modules_has_the_bits_of_eager_mode() -> None:
         fit(model, BalancedAMP(fp32_modules=["network.up", "network.down"]), loader(3))
         ends.append(parameters_of(model))
     assert torch.equal(*ends)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes a softmax, which is an fp32 op, in the backward."""
+
+    def __init__(self, compile_options: Any) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 1)
+        if compile_options is not None:
+            self.compile(backend="aot_eager", **compile_options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attend, self.up(x), use_reentrant=False)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.down(torch.softmax(4 * x, dim=-1) * x)
+
+
+def test_op_policy_applies_inside_checkpoints_of_compiled_modules(monkeypatch: Any) -> None:
+    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    ends = []
+    for is_one_graph, options in ((False, None), (False, {}), (True, {"fullgraph": True})):
+        torch.compiler.reset()
+        monkeypatch.setattr(torch._dynamo.config, name, is_one_graph)
+        model = Regression(lambda o=options: Checkpointed(o))
+        fit(model, BalancedAMP(), loader(3))
+        ends.append(parameters_of(model))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
