@@ -187,7 +187,12 @@ class PureFP16(ScaledPrecision):
     @override
     @contextlib.contextmanager
     def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
-        with super()._step_of(optimizer), self._weights.stepping(optimizer):
+        with (
+            super()._step_of(optimizer),
+            self._weights.stepping(optimizer),
+            # Dynamo refuses half weights with fp32 gradients, and would compile every new stand-in.
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield
 
     @override

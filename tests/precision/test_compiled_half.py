@@ -169,3 +169,19 @@ def test_equal_clamped_blocks_are_compiled_once() -> None:
         fit(Regression(network), plugin, sequences(3))
         assert len(plugin.inf_clamp.names) == 2 + 5 * blocks  # embed, head, five in each block
     assert graphs[4].frame_count == graphs[1].frame_count
+
+
+@pytest.mark.parametrize("make_optimizer", [AdamW, SafeAdamW])
+def test_compiled_step_of_an_optimizer_runs_in_eager_mode(make_optimizer: Any) -> None:
+    def compiled(parameters: Any) -> Any:
+        optimizer = make_optimizer(parameters, lr=0.01)
+        optimizer.step = torch.compile(optimizer.step, backend=counter)
+        return optimizer
+
+    ends, counter = [], CompileCounterWithBackend("eager")
+    for make in (lambda p: make_optimizer(p, lr=0.01), compiled):
+        model = Regression(make_optimizer=make)
+        fit(model, PureFP16(), uneven())
+        ends.append(parameters_of(model))
+    assert torch.equal(*ends)
+    assert counter.frame_count == 0  # a step would compile new graphs every time
