@@ -102,14 +102,14 @@ class Checkpointed(nn.Module):
         return self.down(torch.softmax(4 * x, dim=-1) * x)
 
 
-def test_op_policy_applies_inside_checkpoints_of_compiled_modules(monkeypatch: Any) -> None:
+def test_op_policy_applies_inside_checkpoints_of_compiled_modules() -> None:
     name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     ends = []
     for is_one_graph, options in ((False, None), (False, {}), (True, {"fullgraph": True})):
         torch.compiler.reset()
-        monkeypatch.setattr(torch._dynamo.config, name, is_one_graph)
         model = Regression(lambda o=options: Checkpointed(o))
-        fit(model, BalancedAMP(), loader(3))
+        with torch._dynamo.config.patch({name: is_one_graph}):
+            fit(model, BalancedAMP(), loader(3))
         ends.append(parameters_of(model))
     assert torch.equal(ends[0], ends[1])
     assert torch.equal(ends[0], ends[2])
