@@ -214,12 +214,29 @@ def test_gradients_of_a_shared_input_in_half_precision_are_summed_in_fp32() -> N
     assert shared.grad.eq(1024).all()  # a sum in bf16 stops at 256
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.jagged])
+def test_shared_inputs_of_other_layouts_get_gradients(layout: torch.layout) -> None:
+    values, batch = torch.ones(6, 4, requires_grad=True), torch.randn(7, 4)
+    if layout is torch.jagged:
+        shared = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 6]))
+    else:
+        shared = values.to_sparse(1)
+
+    def tower(batch: Tensor, shared: Tensor) -> Tensor:
+        part = shared.values() if layout is torch.jagged else shared.to_dense()
+        return batch * part.sum(0)
+
+    make_cache().call(tower, batch, shared).sum().backward()
+    torch.testing.assert_close(values.grad, batch.sum(0).expand(6, 4))
+
+
 @pytest.mark.parametrize(
     ("tower", "message"),
     [
         (lambda x: x.sum(), r"shape \[\] for a micro-batch, where 3 rows"),
         (lambda x: x @ x.T, r"expected"),
         (lambda x: x[:1], r"shape \[1, 4\] for a micro-batch, where 3 rows"),
+        (lambda x: x.to_sparse(), r"shape \[3, 4\] for a micro-batch, where a dense tensor was"),
     ],
 )
 def test_output_without_rows_raises(tower: Any, message: str) -> None:

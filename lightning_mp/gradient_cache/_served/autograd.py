@@ -193,7 +193,7 @@ class GradientSums:
             total = self._sums[index]
             if total is None:
                 self._sums[index] = gradient  # autograd may return one tensor for two inputs
-            elif not self._is_copy[index] or total.is_sparse or gradient.is_sparse:
+            elif not self._is_copy[index] or {total.layout, gradient.layout} != {torch.strided}:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 self._sums[index] = total.to(wide) + gradient
                 self._is_copy[index] = True

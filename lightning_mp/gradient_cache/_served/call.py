@@ -274,7 +274,8 @@ class TowerCall:
             raise RuntimeError(
                 f"A parameter of the tower `{self.tower}` was changed in place between the call of "
                 "the tower and its backward, so a replay would compute a different gradient. Call "
-                "the tower again after `optimizer.step()`, or step after the last backward."
+                "the tower again after `optimizer.step()`, or step after the last backward. An "
+                "`nn.Embedding` with `max_norm` is changed by every call."
             )
         written = self._micro_batches.written_since()
         if written:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_mp.gradient_cache._served.arguments import Arguments, Tree, describe_value, open_tree
+from lightning_mp.gradient_cache._served.arguments import (
+    Arguments,
+    Tree,
+    describe_value,
+    is_array,
+    open_tree,
+)
 from lightning_mp.gradient_cache._served.roles import ROWS, Role
 
 __all__ = ["Outputs", "Sketch", "check_no_tangents"]
@@ -212,6 +218,8 @@ class Outputs:
                     path, tensor.shape, f"{role}s of floating-point numbers were expected"
                 )
             return role
+        if tensor.ndim and not is_array(tensor):
+            self._raise_shape_error(path, tensor.shape, "a dense tensor was expected")
         per_sample = len(tensor) // count if tensor.ndim and not len(tensor) % count else 0
         if role is None and per_sample:
             return ROWS if per_sample == 1 else Role("rows", per_sample)
