@@ -2,6 +2,7 @@
 
 import functools
 import random
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -99,6 +100,17 @@ def test_two_backwards_through_one_call_accumulate() -> None:
     once = tower.weight.grad.clone()
     features.sum().backward()
     assert torch.allclose(tower.weight.grad, 2 * once)
+
+
+def test_backward_frees_the_batch_and_a_second_one_raises() -> None:
+    tower, batch = nn.Linear(4, 4), torch.randn(7, 4)
+    loss, memory = make_cache().call(tower, batch).sum(), weakref.ref(batch.untyped_storage())
+    del batch
+    assert memory() is not None
+    loss.backward()
+    assert memory() is None, "a loss that a user keeps holds no batch"
+    with pytest.raises(RuntimeError, match="second backward.*retain_graph=True"):
+        loss.backward()
 
 
 def test_backward_after_an_optimizer_step_raises() -> None:

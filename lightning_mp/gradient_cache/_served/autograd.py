@@ -309,9 +309,18 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        replay = ctx.replay
+        if replay is None:
+            raise RuntimeError(
+                "Called a second backward through a tower whose gradients are cached. The first "
+                "one frees the arguments of the tower. Pass `retain_graph=True` to it."
+            )
+        # As torch frees saved tensors: a list of losses would keep the batches of all steps.
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.replay = None
         # With `create_graph=True` grad mode is on here; a replay enables it where needed.
         with torch.no_grad():
-            gradients = (None, *ctx.replay(cotangents))
+            gradients = (None, *replay(cotangents))
         given = [gradient for gradient in gradients if gradient is not None]
         if not torch.is_grad_enabled() or not given:
             return gradients
