@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,7 +26,7 @@ from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._rules.records import Verdict
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
 from lightning_mp.numerics.floats import VALUE_DTYPES, accumulation_dtype
-from lightning_mp.numerics.replay_state import BufferState, RngState
+from lightning_mp.numerics.replay_state import BufferState, RngState, eager_mode
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.ledger import parameters_of
 
@@ -249,8 +248,7 @@ def restored_training(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
     # States are saved here and restored in reverse order on exit.
     connector, plugin = trainer._logger_connector, trainer.precision_plugin
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # hooks do not run in compiled code
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(eager_mode())  # hooks do not run in compiled code
         stack.callback(RngState(trainer.strategy.root_device, module).restore)
         stack.callback(BufferState(module).restore)
         if isinstance(plugin, ScaledPrecision):

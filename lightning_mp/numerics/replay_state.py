@@ -8,7 +8,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,10 +18,18 @@ __all__ = [
     "AutocastState",
     "BufferState",
     "RngState",
+    "eager_mode",
     "own_generators",
     "undisturbed",
     "version_of",
 ]
+
+
+def eager_mode() -> AbstractContextManager[object]:
+    """Return a context, to be entered at once, in which compiled code runs eagerly."""
+    # Importing Dynamo takes seconds, and without it nothing is compiled.
+    is_loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
 
 
 def version_of(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import GradientCache
@@ -63,6 +64,24 @@ def test_auto_on_a_cpu_stays_within_the_budget() -> None:
         cache, tower = GradientCache(micro_batch_size="auto", activation_bytes=budget), Tower()
         gradient_of(cache, tower, batch())
         assert cache.micro_batch_sizes == {"Tower": rows}
+
+
+class Plain(nn.Linear):
+    """A layer whose forward Dynamo compiles, unlike that of a class of torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def test_compiled_tower_stays_compiled_after_the_search() -> None:
+    cache, counter = (
+        GradientCache(micro_batch_size="auto", activation_bytes=10**5),
+        CompileCounter(),
+    )
+    tower = Plain(WIDTH, WIDTH)
+    tower.compile(backend=counter, fullgraph=True)
+    cache.call(tower, batch()).sum().backward()
+    assert counter.frame_count > 0
 
 
 def test_auto_takes_the_whole_batch_if_it_fits_and_at_least_one_row() -> None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp._nested import tensors_in
 from lightning_mp.gradient_cache._served.sharding import min_over_ranks
+from lightning_mp.numerics.replay_state import eager_mode
 
 if TYPE_CHECKING:
     from lightning_mp.gradient_cache._served.call import TowerCall
@@ -171,7 +172,8 @@ def _peak_bytes(call: "TowerCall", rows: int) -> int:
         peak: int = torch.accelerator.max_memory_allocated(call.device)
         return peak - before
     counted = _LiveBytes()
-    with counted:
+    # Dynamo would never again compile code that it has seen under a dispatch mode.
+    with counted, eager_mode():
         call.probe(rows)
     return counted.peak
 

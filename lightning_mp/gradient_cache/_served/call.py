@@ -1,6 +1,5 @@
 """One call of a tower: the first run in micro-batches, and the replay for gradients."""
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from lightning_mp.numerics.replay_state import (
     AutocastState,
     BufferState,
     RngState,
+    eager_mode,
     undisturbed,
     version_of,
 )
@@ -128,12 +128,10 @@ class TowerCall:
         the micro-batches would be B x m, as if each image had only m - 1 negatives: a different
         loss. The tower runs on copies of one row, so that only their number differs.
         """
-        # Eager, because a compiler would specialize on these sizes.
-        is_compiling = "torch._dynamo" in sys.modules
-        eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
         # With grad, for towers that differentiate; but FSDP's hooks would wait for a backward.
         with_grad = torch.is_grad_enabled() and not self.sharded
-        with undisturbed(self.device, self.module), eager, torch.set_grad_enabled(with_grad):
+        # Eager, because a compiler would specialize on these sizes.
+        with undisturbed(self.device, self.module), torch.set_grad_enabled(with_grad), eager_mode():
             two, three = (
                 self.outputs.shapes(self._run(self._micro_batches.repeated(rows))[0])
                 for rows in (2, 3)  # at least two, because BatchNorm fails on one row
