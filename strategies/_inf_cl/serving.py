@@ -30,6 +30,7 @@ from lightning_mp.strategies._inf_cl.loader_batches import (
     gather_batches,
     log_missing_state,
 )
+from lightning_mp.strategies._inf_cl.loader_order import sampler_of
 
 __all__ = ["ServesTowers"]
 
@@ -159,11 +160,16 @@ class ServesTowers(ForLightning, _Strategy):
         dataloader = super().process_dataloader(dataloader)
         module = self.lightning_module
         # Only training loaders are changed.
-        if self.loader_batches_per_step == 1 or module is None or not module.trainer.training:
+        if module is None or not module.trainer.training:
+            return dataloader
+        loop, sampler = module.trainer.fit_loop, sampler_of(dataloader)
+        if hasattr(sampler, "set_epoch"):
+            # In a resumed run, Lightning sets it only after workers have received first indices.
+            sampler.set_epoch(loop.epoch_progress.current.processed)
+        if self.loader_batches_per_step == 1:
             return dataloader
         pin = self.root_device.type == "cuda"
         declared = DeclaredRoles(self._config.roles)
-        loop = module.trainer.fit_loop
         gathered = gather_batches(
             dataloader,
             self.loader_batches_per_step,

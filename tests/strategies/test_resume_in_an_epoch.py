@@ -72,6 +72,9 @@ class Saves(pl.Callback):
         if trainer.global_step in (3, 4, 5, 8):
             trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"epoch={trainer.current_epoch}.ckpt")
+
 
 def _loader(kind: str) -> DataLoader:
     data = pairs(COUNT)
@@ -230,6 +233,17 @@ def test_resumed_at_the_end_of_an_epoch_skips_nothing(
     resumed = _fit(kind, None, limit_train_batches=limit, ckpt_path=path)
     _check(whole, resumed, step)
     assert not any("within an epoch" in line for line in logged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("joined", [1, 3])
+def test_workers_of_a_run_resumed_after_an_epoch_read_the_next_epoch(
+    joined: int, tmp_path: Path
+) -> None:
+    """Lightning sets the epoch of the sampler after workers have begun to read."""
+    whole = _fit("workers", tmp_path, joined)
+    resumed = _fit("workers", None, joined, ckpt_path=tmp_path / "epoch=0.ckpt")
+    _check(whole, resumed, 15 // joined)
 
 
 def _fit_on_ranks(
