@@ -191,9 +191,9 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         if rounded:
             raise MisconfigurationException(
                 f"Passed `{type(self).__name__}(fp32_modules={self.fp32_modules!r})`, but FSDP "
-                f"gathers {rounded[0]!r} in half. Pass `FSDPStrategy(auto_wrap_policy={{Block}})`, "
-                "wrap the module by `wrap(module, mixed_precision=None)`, or pass "
-                "`fp32_modules=[]`."
+                f"gathers {rounded[0]!r} in half. Pass `FSDPStrategy(auto_wrap_policy={{Block}})` "
+                "without `mixed_precision`, wrap the module by "
+                "`wrap(module, mixed_precision=None)`, or pass `fp32_modules=[]`."
             )
         self._model = model
         self._undo.callback(setattr, self, "_model", None)

@@ -162,7 +162,8 @@ class ServesTowers(ForLightning, _Strategy):
         # Only training loaders are changed.
         if module is None or not module.trainer.training:
             return dataloader
-        loop, sampler = module.trainer.fit_loop, sampler_of(dataloader)
+        loop: Any = module.trainer.fit_loop
+        sampler = sampler_of(dataloader)
         if hasattr(sampler, "set_epoch"):
             # In a resumed run, Lightning sets it only after workers have received first indices.
             sampler.set_epoch(loop.epoch_progress.current.processed)

@@ -365,6 +365,7 @@ def _misconfigure(rank: int) -> list[str]:
 def test_norm_that_fsdp_would_gather_in_half_raises() -> None:
     for without_policy, with_policy in run_ranks(_misconfigure, RANKS):
         assert "gathers 'network.blocks.0.norm1' in half" in without_policy
+        assert "auto_wrap_policy={Block})` without `mixed_precision`, wrap" in without_policy
         assert with_policy == ""
 
 
