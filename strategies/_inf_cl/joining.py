@@ -5,7 +5,8 @@ Shapes:
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,7 +20,6 @@ from lightning_mp.gradient_cache._served.arguments import (
     is_array,
     open_tree,
     prune_lists_of_rows,
-    rows_of,
 )
 from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, DeclaredRoles, Role, is_named
 
@@ -29,8 +29,13 @@ _ROWS_PER_ID = 8  # with more rows per id, ids are class labels
 _LIKELY_LABELS = 8  # fewer rows may be labels: 8 rows of 8 classes are distinct in 1 of 400
 
 
-def open_batch(batch: Any) -> Tree:
-    """Open a batch into fields; lists with one item per row are fields."""
+def open_batch(batch: Any, fields: Collection[str] = ()) -> Tree:
+    """Open a batch into fields; lists with one item per row are fields.
+
+    With `fields` of an earlier batch, these are the fields: a last batch of few rows may be unlike.
+    """
+    if fields:
+        return open_tree(batch).prune(lambda tree: tree.path in fields)
 
     def is_list_of_rows(tree: Tree) -> bool:
         return type(tree.value) in (list, tuple) and not any(
@@ -68,7 +73,7 @@ class JoinedBatch:
     def __init__(
         self, first: Any, count: int, roles: Mapping[str, Role], declared: DeclaredRoles, pin: bool
     ) -> None:
-        self._tree = open_batch(first)
+        self._tree = open_batch(first, roles)
         self._declared = declared
         self._fields = {
             leaf.path: _Field(leaf.path, roles.get(leaf.path, WHOLE), count, pin)
@@ -89,7 +94,7 @@ class JoinedBatch:
         Raises:
             ValueError: The loader batch does not match the earlier ones.
         """
-        leaves = open_batch(batch).leaves
+        leaves = open_batch(batch, self._fields).leaves
         values = {leaf.path: leaf.value for leaf in leaves}
         # Compare names, not the number of fields: fields in another order would be mixed up.
         if list(values) != list(self._fields):
@@ -335,8 +340,10 @@ def _lengths(leaves: Sequence[Tree], declared: DeclaredRoles) -> set[int]:
         role = declared.role(leaf.path, "field")
         if role is not None and role.kind in ("rows", "mask") and _has_length(leaf.value):
             lengths.add(len(leaf.value) // role.rows_per_sample)
-    if not lengths and (rows := rows_of([leaf.value for leaf in leaves])):
-        lengths.add(rows)
+    if not lengths:
+        values = [leaf.value for leaf in leaves if _has_length(leaf.value)]
+        sizes = [len(x) for x in values if is_array(x)] or [len(x) for x in values if len(x)]
+        lengths.update(size for size, _ in Counter(sizes).most_common(1))
     return lengths
 
 

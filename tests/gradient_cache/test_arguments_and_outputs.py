@@ -190,6 +190,17 @@ def test_rows_of_a_batch_are_the_most_frequent_length(batch: Any) -> None:
     assert roles(PROMPT, ROWS, batch=batch) == {"a": False, "b": True}
 
 
+def test_list_of_rows_is_split_in_a_last_batch_of_few_rows() -> None:
+    model, cache = nn.Module(), GradientCache(micro_batch_size=2)
+    model.tower = Captions(lambda x, images: x)
+    model.tower.embed = nn.Identity()
+    model.tower.forward = lambda images: torch.stack([image.mean() for image in images])[:, None]
+    for rows in (8, 3, 2):  # as many rows as the images have channels, and fewer
+        images = [torch.ones(3, n + 1, 4) for n in range(rows)]
+        with cache.serving(model, ["tower"], {"images": images, "text": torch.ones(rows, 5)}):
+            assert model.tower(images).shape == (rows, 1)
+
+
 class Prompted(nn.Module):
     def __init__(self) -> None:
         super().__init__()

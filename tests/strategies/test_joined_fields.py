@@ -162,9 +162,17 @@ def test_values_that_are_no_row_numbers_are_concatenated(values: Any) -> None:
     ids=["images", "sequences", "targets", "captions"],
 )
 def test_lists_with_one_item_per_row_are_concatenated(values: list[Any]) -> None:
-    batches = [{"values": half, "text": torch.rand(4, 2)} for half in (values[:4], values[4:])]
-    (whole,) = gather_batches(batches, 2)
+    parts = values[:4], values[4:6], values[6:]  # the last batches of few rows
+    batches = [{"values": part, "text": torch.rand(len(part), 2)} for part in parts]
+    (whole,) = gather_batches(batches, 3)
     assert [id(x) for x in whole["values"]] == [id(x) for x in values]
+
+
+def test_lists_of_columns_are_concatenated_column_by_column() -> None:
+    batches = [{"names": [["a"] * n, ["b"] * n], "text": torch.rand(n, 2)} for n in (4, 2)]
+    for order in (batches, batches[::-1]):
+        (whole,) = gather_batches(order, 2)
+        assert whole["names"] == [["a"] * 6, ["b"] * 6]
 
 
 def test_nested_tensors_that_cannot_be_concatenated_raise() -> None:

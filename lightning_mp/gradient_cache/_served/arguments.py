@@ -98,6 +98,8 @@ class Arguments:
         self._constants = {id(tensor) for tensor in buffers}
         self.declared, self.earlier = declared, earlier
         self._least_rows_per_sample = 1  # among the declared roles
+        for argument in tree.children or ():
+            argument.prune(lambda each: each.path in earlier.lists_of_rows)
         found = self._find_batch_size(tree.children or [], expected)
         self.batch_size = found or 0
 
@@ -165,8 +167,13 @@ class Arguments:
         rows = self.batch_size * role.rows_per_sample // self._least_rows_per_sample
         if type(tree.value) not in (list, tuple) or len(tree.value) != rows:
             return False
+        lengths = lengths_in(tree)
         # A list of B tensors with B rows each is a collection of batches.
-        return set(lengths_in(tree)) != {self.batch_size}
+        if set(lengths) == {self.batch_size}:
+            return False
+        if lengths:
+            self.earlier.lists_of_rows.add(tree.path)
+        return True
 
     def _role(self, path: str, value: Any) -> Role:
         # A declared role takes precedence over all inference.
@@ -235,6 +242,8 @@ class EarlierCalls:
 
     def __init__(self) -> None:
         self.output_roles: dict[str, Role] = {}
+        self.lists_of_rows: set[str] = set()
+        """Paths of lists with one array per row: two images of 3 channels look like 3 rows."""
         # Lengths by path: of arrays that were whole, and of those that were split.
         self._whole: defaultdict[str, set[int]] = defaultdict(set)
         self._split: defaultdict[str, set[int]] = defaultdict(set)
@@ -270,17 +279,18 @@ def rows_of(batch: Any) -> int | None:
 def prune_lists_of_rows(tree: Tree) -> Tree:
     """Turn lists with one item per row, such as images of different sizes, into leaves.
 
-    A list is one of rows if it is as long as an array outside of it, and if arrays in it have
-    different lengths or fewer rows than it has items: a list of two views with 8 rows each is none.
+    A list is one of rows if it is as long as an array outside of it, and if arrays or lists in it
+    have different lengths or are shorter than it: a list of two views with 8 rows each is none.
     """
     lengths = Counter(lengths_in(tree))
 
     def is_list_of_rows(each: Tree) -> bool:
         if type(each.value) not in (list, tuple):
             return False
-        rows, inside = len(each.value), lengths_in(each)
+        rows, arrays = len(each.value), lengths_in(each)
+        inside = arrays or [len(x) for x in each.value if isinstance(x, (list, tuple))]
         is_unlike = len(set(inside)) > 1 or rows > max(inside, default=0)
-        return is_unlike and lengths[rows] > inside.count(rows)
+        return is_unlike and lengths[rows] > arrays.count(rows)
 
     return tree.prune(is_list_of_rows)
 
