@@ -158,9 +158,12 @@ class TowerCall:
         self._micro_batches.split(micro_batch_size, count)
         try:
             for rows, leaves in self._micro_batches.first_run():
+                inputs = self._micro_batches.for_grad(leaves)
+                args, kwargs = self._arguments.rebuild(leaves)
                 self._buffers.restore(keep_grown=True)
                 rng = RngState(self.device, self.module)
-                returned, inputs = self._run(leaves)
+                with self._autocast:
+                    returned = self._function(*args, **kwargs)
                 self._buffers.collect(rows.stop - rows.start)
                 opened = self.outputs.open(returned, rows)
                 is_padded = self._micro_batches.is_padded
@@ -171,7 +174,7 @@ class TowerCall:
                 sketches = [Sketch(x) for x in opened.tensors if torch.is_grad_enabled()]
                 known = self.trained.note(opened.tensors, inputs)
                 self._first_runs.append(_FirstRun(rng, known, sketches))
-                del leaves, returned, inputs, opened  # frees the graph now
+                del args, kwargs, leaves, returned, inputs, opened  # frees the graph now
         except SharedWriteError as error:
             raise RuntimeError(
                 f"The tower `{self.tower}` writes in place to "
@@ -211,9 +214,12 @@ class TowerCall:
                 self._micro_batches, self._first_runs, strict=True
             ):
                 with torch.enable_grad(), self._config.context():
+                    inputs = self._micro_batches.for_grad(leaves)
+                    args, kwargs = self._arguments.rebuild(leaves)
                     self._buffers.rewind()
                     first_run.rng.restore()
-                    returned, inputs = self._run(leaves)
+                    with self._autocast:
+                        returned = self._function(*args, **kwargs)
                 roots, grads = [], []
                 opened = self.outputs.open(returned, rows).tensors
                 for index, (tensor, cotangent, sketch) in enumerate(
@@ -225,14 +231,16 @@ class TowerCall:
                         grads.append(
                             self.outputs.micro_batch_cotangent(index, cotangent, rows, tensor)
                         )
-                del returned
+                del args, kwargs, returned
                 if not roots:
                     continue
                 # Gradients are reduced once, when they are complete.
                 if to_reduce and first_run is self._first_runs[-1]:
                     set_reduction(to_reduce, True)
                 gradients = self.trained.gradients(opened, roots, grads, inputs, first_run.trained)
-                sums.add(self._without_split(gradients, split_grads, rows))
+                if inputs:
+                    gradients = self._without_split(gradients, split_grads, rows)
+                sums.add(gradients)
             totals = [split_grads.get(i, total) for i, total in enumerate(sums.totals())]
         return self._result(totals, differences, cotangents)
 

@@ -188,6 +188,8 @@ class MicroBatches:
         return self._on_device(self._rows(index, rows, cut_padding))
 
     def _on_device(self, part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.to(self._device)
         # A list with one item per row may contain tensors, such as images of different sizes.
         return map_tensors(part, lambda tensor: tensor.to(self._device))
 

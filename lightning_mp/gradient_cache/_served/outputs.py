@@ -13,7 +13,6 @@ from lightning_mp.gradient_cache._served.arguments import (
     Arguments,
     Tree,
     describe_value,
-    is_array,
     open_tree,
 )
 from lightning_mp.gradient_cache._served.roles import ROWS, Role
@@ -218,7 +217,7 @@ class Outputs:
                     path, tensor.shape, f"{role}s of floating-point numbers were expected"
                 )
             return role
-        if tensor.ndim and not is_array(tensor):
+        if tensor.is_nested or tensor.layout is not torch.strided:
             self._raise_shape_error(path, tensor.shape, "a dense tensor was expected")
         per_sample = len(tensor) // count if tensor.ndim and not len(tensor) % count else 0
         if role is None and per_sample:
