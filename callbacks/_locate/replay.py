@@ -4,7 +4,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -192,6 +192,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
     trace.note("batch", named_tensors(record.batch, "batch"))
     trace.note("parameters", module.named_parameters())
     trace.note("buffers", module.named_buffers())
+    aside: dict[Tensor, Tensor] = {}
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         trace.note("loss", [("loss", loss)])
@@ -202,7 +203,9 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
             return loss.detach()
         if scale is not None:
             loss = loss.to(accumulation_dtype(loss.dtype)) * scale
-        trainer.precision_plugin.backward(loss, module, *(args or (None,)), **kwargs)
+        is_ddp = isinstance(strategy.model, DistributedDataParallel)
+        with _hidden_from_ddp(trainer, aside) if is_ddp else nullcontext():
+            trainer.precision_plugin.backward(loss, module, *(args or (None,)), **kwargs)
         return loss.detach()
 
     with ExitStack() as stack:
@@ -222,10 +225,30 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
             loss = loss_in(_training_step(trainer, record))
         if module.automatic_optimization and loss is not None:
             backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
-        gradients = ((name, p.grad) for name, p in module.named_parameters())
+        gradients = ((name, aside.get(p, p.grad)) for name, p in module.named_parameters())
         trace.note("gradients", ((name, g) for name, g in gradients if g is not None))
         trace.read()
     return trace
+
+
+@contextmanager
+def _hidden_from_ddp(trainer: pl.Trainer, aside: dict[Tensor, Tensor]) -> Iterator[None]:
+    """Move gradients from parameters to `aside` as they arrive.
+
+    With `find_unused_parameters`, DDP takes a parameter that gets a gradient as used in the next
+    backward of a manual `training_step`, also inside `no_sync`, and raises if it is not used.
+    """
+
+    def take(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            aside[parameter] = aside[parameter] + gradient if parameter in aside else gradient
+
+    with ExitStack() as stack:
+        for parameter in trainer.lightning_module.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(take).remove)
+        yield
 
 
 def _training_step(trainer: pl.Trainer, record: Record) -> Any:

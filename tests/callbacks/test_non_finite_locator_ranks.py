@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
@@ -109,6 +110,42 @@ def test_locator_replays_on_all_ranks_and_names_the_failed_rank(
                 assert torch.equal(
                     with_locator["buffers"][name].nan_to_num(7), buffer.nan_to_num(7)
                 ), name
+
+
+class _TwoPlayers(pl.LightningModule):
+    """Steps two modules in turn; rank 1 gets an infinite batch."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.players = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        spoils = batch_idx == 2 and self.global_rank == 1
+        x = batch["x"] * torch.inf if spoils else batch["x"]
+        for optimizer, player in zip(self.optimizers(), self.players, strict=True):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(player(x).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(player.parameters()) for player in self.players]
+
+
+def _play(rank: int) -> list[int]:
+    locator = NonFiniteLocator(max_replays=1)
+    strategy = DDPStrategy(find_unused_parameters=True)
+    fit(_TwoPlayers(), data(), callbacks=[locator], strategy=strategy, devices=2)
+    return [alarm.step for alarm in locator.alarms]
+
+
+def test_replay_between_two_backwards_leaves_unused_parameters_unused() -> None:
+    """DDP ended training with an error: rank 0 had a gradient of the first player in the replay."""
+    assert run_ranks(_play, 2) == [[2], [2]]
 
 
 class _Spoiled(clip.TinyCLIP):
