@@ -131,11 +131,15 @@ class ActivationRangeMonitor(SamplingMonitor):
 
     @override
     def observe(self, step: TrainingStep) -> Tensor | None:
-        sampled = self._sampler.take(self._state(step))
+        rows = self._sampler.take(self._state(step))
+        if rows is None:
+            return None
+        # Ranks see different data, so a single rank may be near overflow.
+        root = step.trainer.strategy.root_device
+        sampled = step.gather_rows(rows, torch.zeros(len(StatField) + 1, dtype=state_dtype(root)))
         if sampled is None and self._sampler.modules:
             self.warn_unmeasured(step.facts.step)
-        # Ranks see different data, so a single rank may be near overflow.
-        return None if sampled is None else step.gather(sampled[1], keys=sampled[0])
+        return sampled
 
     def _state(self, step: TrainingStep) -> Iterator[tuple[str, str, Tensor]]:
         """Yield name, kind and value of buffers, of the loss, and of counts of clamped values."""

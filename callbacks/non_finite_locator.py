@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._locate.replay import Record, find_in_batches, gather_objects
+from lightning_mp.callbacks._locate.replay import Record, find_in_batches
 from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.skipping import StepSkipper
-from lightning_mp.callbacks._step.training_state import loss_scale_of
+from lightning_mp.callbacks._step.training_state import gather_objects, loss_scale_of
 from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 from lightning_mp.numerics.replay_state import RngState, own_generators
 from lightning_mp.numerics.tensor_stats import StatField, tensor_stats

@@ -26,6 +26,7 @@ from lightning_mp.callbacks._step.training_state import Moment, TrainingStep, st
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.contrastive.loss import ContrastiveLoss
 from lightning_mp.contrastive.matryoshka import MatryoshkaLoss
+from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.precision._choice.module_selection import as_written, find_modules
 
 __all__ = ["RepresentationMonitor"]
@@ -88,6 +89,7 @@ class RepresentationMonitor(SamplingMonitor):
         self._losses: dict[str, nn.Module] = {}
         self._towers: dict[str, nn.Module] = {}
         self._rows: dict[tuple[str, str], Tensor] = {}  # by kind and name
+        self._is_sampling = False
         self._locked: set[str] = set()  # features whose tower is frozen on purpose
         self._has_frozen = False  # whether the model has frozen parameters
 
@@ -113,6 +115,7 @@ class RepresentationMonitor(SamplingMonitor):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.is_due(step_of(trainer)):
+            self._is_sampling = True
             for name, loss in self._losses.items():
                 receive = partial(self._add_call, name)
                 hook = loss.register_forward_pre_hook(receive, with_kwargs=True)
@@ -162,15 +165,18 @@ class RepresentationMonitor(SamplingMonitor):
 
     @override
     def observe(self, step: TrainingStep) -> Tensor | None:
+        is_sampling, self._is_sampling = self._is_sampling, False
         rows, self._rows = self._rows, {}
-        if not rows:
-            if self._losses or self._towers:
-                self.warn_unmeasured(step.facts.step)
+        if not is_sampling:
             return None
-        device = step.trainer.strategy.root_device
-        padded = [F.pad(row, (0, _WIDTH - len(row))) for row in rows.values()]
-        table = torch.stack([row.to(device, non_blocking=True) for row in padded])
-        return step.gather(table, keys=list(rows))
+        # NaN, because a tower that a rank does not call has no features to judge.
+        dtype = state_dtype(step.trainer.strategy.root_device)
+        missing = torch.full((_WIDTH,), torch.nan, dtype=dtype)
+        padded = {key: F.pad(row, (0, _WIDTH - len(row))) for key, row in rows.items()}
+        sampled = step.gather_rows(padded, missing)
+        if sampled is None and (self._losses or self._towers):
+            self.warn_unmeasured(step.facts.step)
+        return sampled
 
     @override
     def judge(self, sample: Sample) -> list[Verdict]:

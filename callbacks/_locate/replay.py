@@ -12,7 +12,6 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -25,12 +24,13 @@ from lightning_mp.callbacks._locate.finding import find_source, headroom
 from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._rules.records import Verdict
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
+from lightning_mp.callbacks._step.training_state import gather_objects
 from lightning_mp.numerics.floats import VALUE_DTYPES, accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState, eager_mode
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.ledger import parameters_of
 
-__all__ = ["Record", "find_in_batches", "gather_objects", "replay", "restored_training"]
+__all__ = ["Record", "find_in_batches", "replay", "restored_training"]
 
 _LOWERINGS = 6  # attempts with a loss scale that is divided by 4 each time
 _NEAR = 2**-6  # two roundings to bf16, because compiled code runs eagerly in a replay
@@ -53,15 +53,6 @@ class Record:
 
 class _ReachedStepError(Exception):
     """Ends a replay in manual optimization at the current optimizer step of the original run."""
-
-
-def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
-    """Return the values of all ranks; a collective."""
-    if trainer.world_size == 1:
-        return [value]
-    gathered: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def find_in_batches(

@@ -42,6 +42,7 @@ class OutputSampler:
     norms: Mapping[str, nn.Module] = field(default_factory=dict)
     # Modules that may call attention.
     callers: Mapping[str, nn.Module] = field(default_factory=dict)
+    _is_started: bool = field(default=False, init=False)  # since the last `take`
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
     _hooks: ExitStack = field(default_factory=ExitStack, init=False)  # the recorder's hooks
     _rows: dict[OutputKey, list[Tensor]] = field(default_factory=dict, init=False)
@@ -49,7 +50,7 @@ class OutputSampler:
 
     def start(self, hooks: ExitStack) -> None:
         """Register the hooks; rows of earlier batches of the step are kept."""
-        self._hooks = hooks
+        self._hooks, self._is_started = hooks, True
         for name, module in self.modules.items():
             hook = module.register_forward_hook(partial(self._add_output, name))
             hooks.enter_context(hook)
@@ -59,21 +60,20 @@ class OutputSampler:
         if self.callers and (self.modules or self.norms):
             hooks.enter_context(FunctionMode(self.callers, self._add_function))
 
-    def take(
-        self, state: Iterable[tuple[str, str, Tensor]] = ()
-    ) -> tuple[list[OutputKey], Tensor] | None:
-        """Return the rows of `pack_stats` since the last call; `None` if there are none.
+    def take(self, state: Iterable[tuple[str, str, Tensor]] = ()) -> dict[OutputKey, Tensor] | None:
+        """Return the rows of `pack_stats` since `start`; `None` if it was not called.
 
-        If there are, the tensors of `state`, with their names and kinds, are measured too.
+        If there are rows, the tensors of `state`, with their names and kinds, are measured too.
         """
-        if not self._rows and not self._waiting:
+        is_started, self._is_started = self._is_started, False
+        if not is_started:
             return None
-        for name, kind, tensor in state:
+        for name, kind, tensor in state if self._rows or self._waiting else ():
             self._add(name, kind, tensor)
         self._calls.clear()
         self._measure()
         rows, self._rows = self._rows, {}
-        return list(rows), torch.stack([merge_rows(torch.stack(each)) for each in rows.values()])
+        return {key: merge_rows(torch.stack(each)) for key, each in rows.items()}
 
     # A compiled function traces the hooks of the modules that it calls, and would compile them.
 
@@ -133,7 +133,7 @@ class OutputSampler:
     def _measure(self) -> None:
         """Measure the tensors that wait, together, because each call costs the host 0.1 ms."""
         waiting, self._waiting = self._waiting, []
-        rows_NK = pack_stats([tensor for _, tensor in waiting])
+        rows_NK = pack_stats([tensor for _, tensor in waiting]) if waiting else ()
         for (key, _), row_K in zip(waiting, rows_NK, strict=True):
             self._rows.setdefault(key, []).append(row_K)
 

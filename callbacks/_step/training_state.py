@@ -1,6 +1,6 @@
 """Reads step, loss scale, ranks and gradients of a Trainer with any precision plugin."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ __all__ = [
     "Moment",
     "NamedTensors",
     "TrainingStep",
+    "gather_objects",
     "gather_ranks",
     "gradients_of",
     "is_fp16",
@@ -79,6 +80,15 @@ def gather_ranks(trainer: pl.Trainer, packed: Tensor) -> Tensor:
     gathered = packed.new_empty(trainer.world_size * packed.numel())  # gloo requires a flat one
     dist.all_gather_into_tensor(gathered, packed.flatten())
     return gathered.view(-1, *packed.shape)
+
+
+def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
+    """Return the values of all ranks; a collective that waits for the device."""
+    if trainer.world_size == 1:
+        return [value]
+    gathered: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def tags_of(trainer: pl.Trainer, facts: StepFacts) -> set[str]:
@@ -160,6 +170,21 @@ class TrainingStep:
         self.context = context
         is_same = shards_only and not is_sharded(self.trainer)
         return tensor[None] if is_same else gather_ranks(self.trainer, tensor)
+
+    def gather_rows(self, rows: Mapping[Any, Tensor], missing: Tensor) -> Tensor | None:
+        """Stack the rows of all ranks under the keys of any rank: [W, N, K].
+
+        Ranks have different rows if they call different modules, such as experts. `missing` stands
+        for a row that a rank lacks. Returns `None` if no rank has a row.
+        """
+        of_ranks = gather_objects(self.trainer, [*rows])
+        keys = list(dict.fromkeys(key for each in of_ranks for key in each))
+        if not keys:
+            return None
+        root = self.trainer.strategy.root_device
+        found = (rows.get(key, missing) for key in keys)
+        table = [row.to(root, missing.dtype, non_blocking=True) for row in found]
+        return self.gather(torch.stack(table), keys=keys)
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:

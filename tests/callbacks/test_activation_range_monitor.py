@@ -167,11 +167,11 @@ def test_outputs_in_any_container_are_measured(wrap: Any) -> None:
         module(x * 4)  # beyond `max_calls`
         sampled = sampler.take()
     assert sampled is not None
-    keys, table = sampled
-    assert [(key.name, key.kind, key.dtype) for key in keys] == [("m", "activation", torch.float32)]
-    assert table[0, StatField.AMAX] == 32
-    assert table[0, StatField.ZEROS] == 2
-    assert table[0, -1] == 6  # values
+    ((key, row),) = sampled.items()
+    assert (key.name, key.kind, key.dtype) == ("m", "activation", torch.float32)
+    assert row[StatField.AMAX] == 32
+    assert row[StatField.ZEROS] == 2
+    assert row[-1] == 6  # values
     module(x)
     assert sampler.take() is None
     assert [t.shape for t in tensors_in(wrap(x))][-1] == (3,)
