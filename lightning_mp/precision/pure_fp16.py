@@ -234,6 +234,14 @@ class PureFP16(ScaledPrecision):
         return tensor
 
     @override
+    @contextlib.contextmanager
+    def backward_context(self, model: nn.Module) -> Iterator[None]:
+        none = contextlib.nullcontext()
+        narrowing = self._weights.narrowing() if self._is_reduced_in_half else none
+        with narrowing, super().backward_context(model):
+            yield
+
+    @override
     def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
         # A recomputed forward must see the same dtypes as the first forward.
         return self._compute_context()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
@@ -61,6 +61,26 @@ def test_ddp_ranks_are_bitwise_equal_and_train_as_one_process_with_the_global_ba
         if name != "skipped":
             assert error < {"bf16": 2**-4, "kahan": 2**-8}.get(name, 2**-7), name
     assert not torch.equal(first["stochastic"], first["nearest"])
+
+
+def _normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.RMSNorm(16), nn.GELU(), nn.Linear(16, 1))
+
+
+def _train_normed(rank: int) -> Tensor:
+    model = Regression(_normed, momentum)
+    fit_on_ranks(model, PureFP16(loss_scale=2.0**10), batches(rank), DDPStrategy())
+    return parameters_of(model)
+
+
+def test_ddp_takes_fp32_gradients_of_half_weights() -> None:
+    """On a CPU, torch's RMSNorm returns them, and DDP's buckets are half."""
+    reference, start = Regression(_normed, momentum), parameters_of(Regression(_normed))
+    fit(reference, None, batches())
+    first, second = run_ranks(_train_normed, RANKS)
+    assert torch.equal(first, second)
+    expected = parameters_of(reference)
+    assert (first - expected).norm() / (expected - start).norm() < 2**-7
 
 
 # --- InfCLStrategy -------------------------------------------------------------------------------

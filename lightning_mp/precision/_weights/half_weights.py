@@ -241,6 +241,17 @@ class HalfWeights:
             if parameter.grad is not None and parameter.grad.dtype != self.half:
                 parameter.grad = parameter.grad.to(self.half)
 
+    @contextlib.contextmanager
+    def narrowing(self) -> Iterator[None]:
+        """Cast the gradients that a backward computes to half, as functions may return fp32."""
+        for parameter, _ in self._ledger:
+            parameter.grad_dtype = self.half
+        try:
+            yield
+        finally:
+            for parameter, _ in self._ledger:
+                parameter.grad_dtype = None
+
     def broadcast(self) -> None:
         """Broadcast the residuals of rank 0; DDP broadcasts only weights."""
         for parameter, _ in self._ledger:
