@@ -77,7 +77,8 @@ class PrecisionPreflight(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         plugin = trainer.precision_plugin
-        self._wanted = int(min(self.steps, trainer.estimated_stepping_batches))
+        most = trainer.estimated_stepping_batches  # -1 for data of unknown length
+        self._wanted = self.steps if most < 0 else int(min(self.steps, most))
         reason = None
         if trainer.global_step > 0:
             self._seen = self._wanted  # a resumed run was compared when it began

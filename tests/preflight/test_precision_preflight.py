@@ -1,5 +1,6 @@
 """The preflight measures errors of half precision and leaves the training unchanged."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mp import PrecisionPreflight
 from tests.preflight.models import Sentences, trainer
@@ -39,6 +40,20 @@ def test_errors_are_within_ulps_of_the_dtype() -> None:
             assert 2.0**-14 < each.output < 2.0**-10
             assert 4 < by_path[each.path].output / each.output < 16
             assert each.handed >= each.output / 2
+
+
+class Stream(IterableDataset[Any]):
+    """The sentences, whose number is unknown."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Sentences().train_dataloader())
+
+
+def test_data_of_unknown_length_are_compared_without_a_limit_of_steps() -> None:
+    callback = PrecisionPreflight(steps=2, stops=True)
+    run = trainer("BalancedAMP bf16", callback, max_steps=-1, max_epochs=1)
+    run.fit(make_words(), DataLoader(Stream(), batch_size=None))
+    assert "is safe for this model" in callback.text
 
 
 class Gain(pl.LightningModule):
