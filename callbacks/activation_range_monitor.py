@@ -110,7 +110,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             chosen = {n: m for n, m in eager.items() if n and (n not in parents or m in blocks)}
             norms = select_norms(pl_module)
             # A compiler would trace the mode that sees function calls.
-            is_eager = len(eager) == sum(1 for _ in pl_module.modules())
+            is_eager = {*eager.values()} == {*pl_module.modules()}
             callers = eager if is_eager else {}
         else:
             norms = callers = {}

@@ -326,6 +326,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         located = state_dict.get("located")
         self.recorder.located = None if located is None else Alarm(**located)
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
+        # Checkpoints of 0.1 store the state of rules among the attributes of the monitor.
+        flat = {name: value for name, value in state_dict.items() if name != "samples"}
         for name, rule in self._rules().items():
-            # Checkpoints of 0.1 store the state of rules among the attributes of the monitor.
-            rule.load_state_dict(state_dict.get(name, state_dict))
+            rule.load_state_dict(state_dict.get(name, flat))

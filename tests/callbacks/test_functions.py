@@ -219,6 +219,14 @@ class Attending(Mixture):
         return self.network(*3 * batch)[0].square().mean()
 
 
+def test_attention_of_a_model_with_a_shared_module_is_measured() -> None:
+    monitor, model = ActivationRangeMonitor(every_n_steps=4), Attending()
+    shared = nn.LayerNorm(8)  # as the embedding of T5, which three modules hold
+    model.first, model.last = nn.Sequential(shared), nn.Sequential(shared)
+    make_trainer(None, callbacks=[monitor]).fit(model)
+    assert monitor.history.maps["attention_logit"]["names"] == ["network"]
+
+
 @pytest.mark.parametrize("half", [None, "bf16"])
 def test_attention_that_returns_its_weights_is_measured_under_the_op_policy_too(
     half: str | None,
@@ -227,3 +235,15 @@ def test_attention_that_returns_its_weights_is_measured_under_the_op_policy_too(
     plugin = BalancedAMP(half=half) if half else None
     make_trainer(plugin, callbacks=[monitor]).fit(Attending())
     assert monitor.history.maps["attention_logit"]["names"] == ["network"]
+
+
+def test_state_of_version_0_1_without_rules_for_functions_is_loaded() -> None:
+    """Version 0.1 stored the states of its rules beside `samples`, a number."""
+    monitor, again = (ActivationRangeMonitor(every_n_steps=4) for _ in range(2))
+    make_trainer(None, callbacks=[monitor]).fit(Attending())
+    state = monitor.state_dict()
+    own = {name: state.pop(name) for name in [*state] if name.startswith("_")}
+    again.load_state_dict(state | own["_rule"] | own["_growth"])
+    assert again.samples == monitor.samples > 0
+    make_trainer(None, callbacks=[again]).fit(Attending())
+    assert "attention_logit" in again.history.maps
