@@ -64,6 +64,7 @@ class ParameterMonitor(SamplingMonitor):
     """
 
     keeps = ("samples", "_frozen")
+    _known: WeakIdKeyDictionary  # parameters of optimizers so far; it cannot be pickled for spawn
 
     def __init__(
         self,
@@ -89,14 +90,13 @@ class ParameterMonitor(SamplingMonitor):
         vars(self).update(limits)
         self._rule = ParameterRule(**limits)
         self._waiting: dict[int, nn.Parameter] = {}  # parameters without a gradient so far
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of optimizers so far
         self._before: dict[Optimizer, tuple[int, Tensor]] = {}  # completed steps, and values then
         self._frozen: list[str] = []  # frozen parameters that a note has counted
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._waiting.clear()
-        self._known.clear()
+        self._known = WeakIdKeyDictionary()
         self._before.clear()
         for optimizer in trainer.optimizers:
             self._note_new(parameters_of(optimizer))

@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 import lightning.pytorch as pl
 import torch
+from torch.nn.parameter import is_lazy
 
 from lightning_mp.precision.loss_scaler import LossScaler
 
@@ -29,7 +30,7 @@ def run_facts(trainer: pl.Trainer, highest_rates: Mapping[int, float]) -> list[l
     import lightning_mp
 
     module = trainer.lightning_module
-    parameters = sum(p.numel() for p in module.parameters())
+    parameters = sum(p.numel() for p in module.parameters() if not is_lazy(p))
     plugin = trainer.precision_plugin
     root = trainer.strategy.root_device
     device = torch.cuda.get_device_name(root) if root.type == "cuda" else str(root)

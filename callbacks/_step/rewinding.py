@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_mp.callbacks._step.marks import Mark, MarkStore
 from lightning_mp.callbacks._step.training_state import is_sharded, step_of
@@ -48,7 +49,8 @@ class Rewinder:
         # under FSDP2. Adam counts this step, which changes its first update. So with shards the
         # first mark is written after a step.
         has_states = all(optimizer.state for optimizer in trainer.optimizers)
-        if not self.marks and (has_states or not is_sharded(trainer)):
+        is_complete = not any(map(is_lazy, trainer.lightning_module.parameters()))
+        if not self.marks and is_complete and (has_states or not is_sharded(trainer)):
             progress = trainer.fit_loop.epoch_loop.batch_progress
             self.save(trainer, step_of(trainer), progress.total.completed)
 

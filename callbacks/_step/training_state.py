@@ -96,7 +96,7 @@ def tags_of(trainer: pl.Trainer, facts: StepFacts) -> set[str]:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     holds = {
         "wide": not is_fp16(trainer),
-        "ending": facts.is_rate_ending,
+        "ending": facts.is_rate_ending or not learning_rate_of(trainer),
         "locator": any(type(each).__name__ == "NonFiniteLocator" for each in callbacks),
         "rewinding": any(getattr(each, "action", "") == "rewind" for each in callbacks),
     }
@@ -126,8 +126,9 @@ def _plugin_fields(trainer: pl.Trainer) -> dict[str, str]:
 
 def learning_rate_of(trainer: pl.Trainer) -> float:
     """Return the largest learning rate; this is a host sync if the rate is a tensor."""
-    rates = [group["lr"] for each in trainer.optimizers for group in each.param_groups]
-    return max(map(float, rates), default=0.0)
+    rates = [group.get("lr") for each in trainer.optimizers for group in each.param_groups]
+    # `None` if the optimizer computes its rate itself, as Hugging Face's `Adafactor`.
+    return max((float(rate) for rate in rates if rate is not None), default=0.0)
 
 
 class NamedTensors(NamedTuple):

@@ -1,5 +1,6 @@
 """All monitors together in unusual set-ups of a Trainer."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from lightning_mp.callbacks import (
     InstabilityReport,
     LossScaleMonitor,
     NonFiniteLocator,
+    ParameterMonitor,
+    RepresentationMonitor,
     SpikeGuard,
     TensorCollector,
 )
+from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.callbacks.models import Watched
@@ -86,17 +90,17 @@ def test_error_of_a_monitor_does_not_hide_the_exception_that_ends_training(
 
 
 class Plain(Optimizer):
-    """An optimizer with a learning rate as its only option."""
+    """An optimizer with a learning rate as its only option; `None` means 1e-3."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 1e-3})
+    def __init__(self, parameters: Any, lr: float | None = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = None if closure is None else closure()
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.grad is not None:
-                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"] or 1e-3)
         return loss
 
 
@@ -129,6 +133,48 @@ def test_monitors_accept_optimizers_without_betas(tmp_path: Path, name: str, act
     model = Watched(make_optimizer=MAKERS[name], steps=20, factor=factor)
     make_trainer(callbacks=monitors, default_root_dir=tmp_path, max_epochs=1).fit(model)
     assert (15, "non_finite_loss") in [(alarm.step, alarm.kind) for alarm in monitors[3].alarms]
+
+
+class Growing(InstabilityMonitor):
+    """Raises an alarm whose remedy contains a learning rate."""
+
+    every_step = True
+
+    def judge(self, sample: Sample) -> list[Verdict]:
+        return [Verdict("weight_growth", 2.0, 1.0, tensor="weight").given(usual=1.0)]
+
+
+def test_remedy_names_no_rate_if_the_optimizer_computes_it_itself(tmp_path: Path) -> None:
+    """As Hugging Face's `Adafactor`, whose groups have a rate of `None`."""
+    makers = [lambda p: Plain(p), lambda p: Plain(p, None)]
+    monitors = [Growing(), Growing()]
+    for make_optimizer, monitor in zip(makers, monitors, strict=True):
+        model = Watched(make_optimizer=make_optimizer, steps=2)
+        make_trainer(callbacks=monitor, default_root_dir=tmp_path, max_epochs=1).fit(model)
+    remedies = [monitor.alarms[0].remedy for monitor in monitors]
+    decay = "et a `weight_decay`."
+    assert remedies == [f"Lower the learning rate to 0.0005, or s{decay}", f"S{decay}"]
+
+
+@pytest.mark.filterwarnings("ignore:A layer with UninitializedParameter was found")
+@pytest.mark.filterwarnings("ignore:The total number of parameters detected")
+def test_monitors_accept_layers_that_the_first_batch_initializes(tmp_path: Path) -> None:
+    guard = SpikeGuard(window_steps=8, judge_after_steps=4, action="rewind", rewind_steps=1)
+    monitors = [*all_monitors()[:4], guard, InstabilityReport()]
+
+    def factor(index: int) -> float:
+        return torch.nan if index == 12 else 1.0
+
+    model = Watched(lambda: nn.LazyLinear(1), steps=20, factor=factor)
+    make_trainer(callbacks=monitors, default_root_dir=tmp_path, max_epochs=1).fit(model)
+    assert [alarm.kind for alarm in guard.alarms][-1] == "rewind_to_step"
+    assert model.network.weight.isfinite().all()
+
+
+def test_monitors_can_be_pickled_for_processes_that_are_spawned() -> None:
+    monitors = [*all_monitors(), ParameterMonitor(), RepresentationMonitor(), TensorCollector()]
+    keys = [pickle.loads(pickle.dumps(monitor)).state_key for monitor in monitors]
+    assert keys == [monitor.state_key for monitor in monitors]
 
 
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
