@@ -8,15 +8,33 @@ directions.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_mp.numerics.floats import accumulation_dtype, sum_rounding
 
-__all__ = ["retrieval_ranks", "unit_rows"]
+__all__ = ["full_precision", "retrieval_ranks", "unit_rows"]
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Multiply without gradients, autocast and tf32, which would round beyond `sum_rounding`."""
+    backends: Any = torch.backends
+    products = backends.cuda.matmul, backends.mkldnn.matmul
+    before = [each.fp32_precision for each in products]
+    try:
+        for each in products:
+            each.fp32_precision = "ieee"
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for each, precision in zip(products, before, strict=True):
+            each.fp32_precision = precision
 
 
 def unit_rows(features_RD: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.metrics._checks import TOP_K, check_features, check_ids, check_value
 from lightning_mp.metrics._repeats import with_keys, without_repeats
 from lightning_mp.metrics._stored_rows import StoredRows
-from lightning_mp.metrics._tiled_ranks import retrieval_ranks
+from lightning_mp.metrics._tiled_ranks import full_precision, retrieval_ranks
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
 __all__ = ["ContrastiveRecall"]
@@ -141,9 +141,7 @@ class ContrastiveRecall(StoredRows):
             text_MD, text_ids_M = without_repeats(text_MD, dim_zero_cat(self.text_ids))
         else:
             image_ids_N = text_ids_M = torch.arange(len(image_ND), device=image_ND.device)
-        device_type = image_ND.device.type
-        # Autocast would round scores to half precision and create ties.
-        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        with full_precision(image_ND.device):
             options: Any = {"normalize": self.normalize, "workspace_bytes": self.workspace_bytes}
             ranks = retrieval_ranks(image_ND, text_MD, image_ids_N, text_ids_M, **options)
         # If no image has a match, no text has one either.

@@ -16,7 +16,7 @@ from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp.metrics._checks import TOP_K, check_ids, check_rows, check_value
 from lightning_mp.metrics._repeats import with_keys, without_repeats
 from lightning_mp.metrics._stored_rows import StoredRows
-from lightning_mp.metrics._tiled_ranks import unit_rows
+from lightning_mp.metrics._tiled_ranks import full_precision, unit_rows
 from lightning_mp.numerics.floats import sum_rounding
 
 __all__ = ["ZeroShotAccuracy"]
@@ -128,19 +128,18 @@ class ZeroShotAccuracy(StoredRows):
                 "the prompts of another model."
             )
         unit_pD = unit_pD.to(self._sums_CD)
-        self._sums_CD.index_add_(0, class_ids, unit_pD)
-        self._counts_C.index_add_(0, class_ids, torch.ones_like(unit_pD[:, 0]))
+        # Not in place, because an update under inference mode may precede one outside.
+        self._sums_CD = self._sums_CD.index_add(0, class_ids, unit_pD)
+        self._counts_C = self._counts_C.index_add(0, class_ids, torch.ones_like(unit_pD[:, 0]))
         self._classes_CD = None
 
-    @torch.no_grad()
     def update(self, image_features: Tensor, target: Tensor, keys: Tensor | None = None) -> None:
         """Add images with their classes."""
         self._check(image_features, target, keys)
         classes_CD = self._classes()
         target = target.to(image_features.device, torch.int64)
         rows = max(1, self.workspace_bytes // (4 * self.num_classes * classes_CD.itemsize))
-        # Autocast would round scores to half precision and create ties.
-        with torch.autocast(image_features.device.type, enabled=False):
+        with full_precision(image_features.device):
             batches = zip(image_features.split(rows), target.split(rows), strict=True)
             parts = [_ranks(image_nD, classes_CD, target_n) for image_nD, target_n in batches]
         self.prompts = self._checksum
@@ -212,7 +211,9 @@ class ZeroShotAccuracy(StoredRows):
             # A `MetricCollection` updates only one of several metrics with equal states. Different
             # prompts may give equal ranks in the first batch, so the checksum is a state.
             flat = self._classes_CD.float().flatten()
-            self._checksum = flat @ torch.arange(1.0, len(flat) + 1, device=flat.device).sin_()
+            factors = torch.arange(1.0, len(flat) + 1, device=flat.device).sin_()
+            # Not `@`, which autocast computes in half precision, unlike the state of other ranks.
+            self._checksum = (flat * factors).sum()
         return self._classes_CD
 
     def _sync_dist(self, *args: Any, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
+from lightning_mp.gradient_cache._served.call import rounding_noise
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 CPU = torch.device("cpu")
@@ -89,6 +90,19 @@ def test_tolerance_is_the_rounding_of_the_coarsest_dtype() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         message = message_of(Changes(outputs, 2 * outputs), batch)
     assert f"{2.0**-4:.1e} is allowed" in message
+
+
+def test_tolerance_on_a_gpu_is_that_of_tf32_if_matmul_or_convolutions_use_it() -> None:
+    arguments = {torch.float32}, torch.device("cuda")
+    assert rounding_noise(*arguments) == 8 * 2.0**-10  # torch's default for convolutions
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    try:
+        assert rounding_noise(*arguments) == 128 * 2.0**-23
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert rounding_noise(*arguments) == 8 * 2.0**-10
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.backends.cudnn.conv.fp32_precision = "tf32"
 
 
 def test_deterministic_algorithms_have_a_tolerance_of_zero() -> None:

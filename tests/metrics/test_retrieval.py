@@ -1,14 +1,16 @@
 """`ContrastiveRecall` against a reference in float64, with ties, candidates and identifiers."""
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MetricCollection
 
-from lightning_mp.metrics import ContrastiveRecall
+from lightning_mp.metrics import ContrastiveRecall, ZeroShotAccuracy
 from tests.metrics.pairs import DTYPES, TOP_K, as_floats, compute_once, make_pairs
 from tests.reference.retrieval import dense_recall
 
@@ -103,6 +105,28 @@ def test_recall_under_autocast_and_half_default_dtype_stays_fp32() -> None:
         assert compute_once(*batch) == plain
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_scores_use_no_tf32() -> None:
+    found = set()
+
+    class Products(TorchFunctionMode):
+        def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.Tensor.matmul, torch.Tensor.__matmul__):
+                found.add(torch.backends.cuda.matmul.fp32_precision)
+            return func(*args, **(kwargs or {}))
+
+    zero_shot = ZeroShotAccuracy(num_classes=3)
+    zero_shot.update_prompts(torch.eye(3), torch.arange(3))
+    torch.set_float32_matmul_precision("high")
+    try:
+        with Products():
+            compute_once(*make_pairs(3, 3, 4))
+            zero_shot.update(torch.eye(3), torch.arange(3))
+        assert found == {"ieee"}
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 # ---- ties, NaN, queries without a match ---------------------------------------------------------

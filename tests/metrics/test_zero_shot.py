@@ -82,6 +82,16 @@ def test_prompts_may_have_any_dtype_but_one_width() -> None:
         metric.update_prompts(torch.ones(1, 3), torch.tensor([0]))
 
 
+def test_prompts_may_be_added_after_inference_mode() -> None:
+    prompts, class_ids, *images = make_data()
+    metric = ZeroShotAccuracy(num_classes=CLASSES)
+    with torch.inference_mode():
+        metric.update_prompts(prompts[:CLASSES], class_ids[:CLASSES])
+    metric.update_prompts(prompts[CLASSES:], class_ids[CLASSES:])
+    metric.update(*images)
+    assert metric.compute()["top1"] == pytest.approx(recipe(prompts, class_ids, *images, 1))
+
+
 def test_images_with_a_repeated_key_are_removed() -> None:
     data = make_data()
     alone, repeated = (ZeroShotAccuracy(num_classes=CLASSES) for _ in range(2))
@@ -158,6 +168,11 @@ def _on_rank(rank: int) -> dict[str, dict[str, float]]:
         metric = ZeroShotAccuracy(num_classes=CLASSES)
         feed(metric, make_data(), rows[rank])
         results[name] = {key: value.item() for key, value in metric.compute().items()}
+    metric.reset()
+    if rank == 1:
+        with torch.autocast("cpu", torch.bfloat16):  # the states of both ranks have one dtype
+            feed(metric, make_data())
+    results["no update on one"] = {key: value.item() for key, value in metric.compute().items()}
     return results
 
 
@@ -166,7 +181,8 @@ def test_two_ranks_equal_one_process() -> None:
     metric = ZeroShotAccuracy(num_classes=CLASSES)
     feed(metric, make_data())
     expected = {key: value.item() for key, value in metric.compute().items()}
-    assert run_ranks(_on_rank, 2) == [{"halves": expected, "all on one": expected}] * 2
+    cases = ("halves", "all on one", "no update on one")
+    assert run_ranks(_on_rank, 2) == [dict.fromkeys(cases, expected)] * 2
 
 
 @pytest.mark.parametrize(

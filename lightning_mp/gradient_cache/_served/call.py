@@ -326,10 +326,10 @@ def rounding_noise(dtypes: set[torch.dtype], device: torch.device) -> float:
     network.
     """
     eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
-    is_tf32 = device.type == "cuda" and (
-        torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-    )
-    if is_tf32 and torch.float32 in dtypes:
+    # `allow_tf32` raises an error if a user has set `fp32_precision`.
+    backends: Any = torch.backends
+    is_tf32 = "tf32" in (backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision)
+    if is_tf32 and device.type == "cuda" and torch.float32 in dtypes:
         # tf32 has 10 bits of mantissa.
         eps = max(eps, 2.0**-10)
     return (8 if eps > torch.finfo(torch.float32).eps else 128) * eps
