@@ -150,6 +150,8 @@ class RepresentationMonitor(SamplingMonitor):
 
     def _add(self, name: str, features: Tensor) -> Tensor:
         """Measure the first call of a step; return the normalized features."""
+        if features.is_nested:  # the tokens of samples of different lengths
+            features = features.values().reshape(-1, features.size(-1))
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             unit_ND = F.normalize(features.detach().flatten(0, -2).float(), dim=1)
             if ("features", name) in self._rows or len(unit_ND) < _LEAST:

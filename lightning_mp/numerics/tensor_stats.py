@@ -60,7 +60,7 @@ def stored_values(tensor: Tensor) -> Tensor:
     Duplicate entries of an uncoalesced sparse gradient stay separate. A complex number is two
     values, its real and imaginary parts.
     """
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_nested:
         tensor = tensor._values() if tensor.is_sparse else tensor.values()
     if not tensor.is_complex():
         return tensor

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -169,6 +170,34 @@ def test_monitors_accept_layers_that_the_first_batch_initializes(tmp_path: Path)
     make_trainer(callbacks=monitors, default_root_dir=tmp_path, max_epochs=1).fit(model)
     assert [alarm.kind for alarm in guard.alarms][-1] == "rewind_to_step"
     assert model.network.weight.isfinite().all()
+
+
+class Nested(nn.Module):
+    """Computes on sequences of different lengths."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layout, self.layers = layout, nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nested = torch.nested.as_nested_tensor(list(x.split((2, 5, 25))), layout=self.layout)
+        return torch.nested.to_padded_tensor(self.layers(nested), 0.0).flatten()[:32]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_monitors_accept_nested_outputs(tmp_path: Path, layout: torch.layout) -> None:
+    name = "network.layers.0"
+    features = RepresentationMonitor(modules=[name], every_n_steps=2)
+    collector = TensorCollector(include=[name], collect=["outputs"], every_n_steps=2)
+    monitors = [*all_monitors(), features, collector]
+    model = Watched(lambda: Nested(layout), steps=6)
+    make_trainer(callbacks=monitors, default_root_dir=tmp_path, max_epochs=1).fit(model)
+    assert name in monitors[2].history.maps["activation_headroom_bits"]["names"]
+    assert features.history.maps["feature_spread"]["names"] == [name]
+    assert collector.folder is not None
+    with np.load(collector.folder / "00000000.npz") as file:
+        assert file["count"] == 32 * 8
 
 
 def test_monitors_can_be_pickled_for_processes_that_are_spawned() -> None:
