@@ -125,17 +125,11 @@ class AdamStateMonitor(SamplingMonitor):
             if groups and not optimizer.state:  # no step has been made yet
                 self._until = step.facts.step + 1
             return None
-        plugin = step.trainer.precision_plugin
+        keeps = getattr(step.trainer.precision_plugin, "write_back", "nearest") != "nearest"
         gradients = [found.gradients[i] for i in chosen]
         parameters = [found.parameters[i] for i in chosen]
         return step.gather(
-            adam_statistics(
-                optimizer,
-                parameters,
-                gradients,
-                found.unscale,
-                keeps_rounding=getattr(plugin, "write_back", "nearest") != "nearest",
-            ),
+            adam_statistics(optimizer, parameters, gradients, found.unscale, keeps_rounding=keeps),
             shards_only=True,
             names=[found.names[i] for i in chosen],
             beta2=float(groups[0]["betas"][1]),

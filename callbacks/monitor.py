@@ -214,8 +214,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         if not is_note:
             rank_zero_warn(alarm.message, category=InstabilityWarning)
         # Loggers plot nothing for NaN; 1 marks the step.
-        is_plottable = alarm.value is not None and math.isfinite(alarm.value)
-        value = alarm.value if is_plottable else 1.0
+        value = 1.0 if alarm.value is None or not math.isfinite(alarm.value) else alarm.value
         self.log_metrics(trainer, {f"instability/{alarm.kind}": value}, facts.step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, InstabilityMonitor):
@@ -309,14 +308,15 @@ class InstabilityMonitor(Learning, pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         if self.recorder.trainer is not None:
             self.recorder.catch_up()
-        raised = [[kind, tensor, step] for (kind, tensor), step in self._raised.items()]
-        rates = [list(pair) for pair in self.recorder.highest_rates.items()]
         located = self.recorder.located
-        state: dict[str, Any] = {"history": self.history.to_dict(), "raised": raised}
-        state["highest_rates"] = rates
-        state["located"] = None if located is None else dataclasses.asdict(located)
-        state |= super().state_dict()
-        return state | {name: rule.state_dict() for name, rule in self._rules().items()}
+        return {
+            "history": self.history.to_dict(),
+            "raised": [[*key, step] for key, step in self._raised.items()],
+            "highest_rates": [list(pair) for pair in self.recorder.highest_rates.items()],
+            "located": None if located is None else dataclasses.asdict(located),
+            **super().state_dict(),
+            **{name: rule.state_dict() for name, rule in self._rules().items()},
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

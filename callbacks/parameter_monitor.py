@@ -175,9 +175,10 @@ class ParameterMonitor(SamplingMonitor):
             )
             for at, name in enumerate(context["names"])
         ]
+        pairs = list(zip(parameters, context["names"], strict=True))
+        named = [p for p, name in pairs if name]
         # A layer that was replaced leaves its parameters in the optimizer, without gradients.
-        named = zip(parameters, context["names"], strict=True)
-        held = [p for p, name in named if name or p.has_gradient]
+        held = [p for p, name in pairs if name or p.has_gradient]
         numels = np.maximum(sums_NK[:, _NUMEL], 1)
         trained = (numels * (sums_NK[:, _GRADIENT] > 0)).sum() / numels.sum()
         rms = np.sqrt(sums_NK[:, _SQUARES].sum() / numels.sum())
@@ -189,13 +190,10 @@ class ParameterMonitor(SamplingMonitor):
             share = sum(frozen.values()) / (sum(frozen.values()) + numels.sum())
             note = Verdict("frozen_weights", share, None, "info", next(iter(frozen)))
             verdicts.append(note.given(count=len(frozen)))
-        spare, strange = context["spare"], sum(not name for name in context["names"])
-        if not spare:
-            return verdicts + self._rule.judge(facts.step, held)
+        spare, strange = context["spare"], len(parameters) - len(named)
         # Tensors that do not belong to the model raise no other alarm: they have one cause.
-        own = [p for p, name in zip(parameters, context["names"], strict=True) if name]
-        verdicts += self._rule.judge(facts.step, own)
-        if facts.step >= self._rule.patience:
+        verdicts += self._rule.judge(facts.step, named if spare else held)
+        if spare and facts.step >= self._rule.patience:
             tags = ("strange",) if strange else ()
             found = Verdict("not_optimized", len(spare), 0, tensor=spare[0], tags=tags)
             verdicts.append(found.given(strange=strange, count=len(spare)))

@@ -109,16 +109,16 @@ class FactsRecorder(pl.Callback):
         for each in self._readback.drain():
             each.context["receive"](each.array)
 
-    def _receive(self) -> None:
-        """Judge the steps that have arrived."""
-        # On a GPU, copies may be ready on one rank and pending on another. Lightning has waited for
-        # the device at the start of the batch, so `drain` does not wait.
-        for each in self._readback.drain() if self._is_lockstep else self._readback.ready():
-            each.context["receive"](each.array)
-        self.deliver()
+    def finish(self) -> None:
+        """Submit the current step as well, wait for all pending copies, and judge them."""
+        if self.trainer is not None:
+            self._submit(self.trainer)
+        self.catch_up()
 
-    def deliver(self) -> None:
-        """Let all monitors judge the steps that have arrived, and raise their alarms."""
+    def catch_up(self, *, waits: bool = True) -> None:
+        """Judge the steps that have arrived and raise their alarms; wait for pending copies."""
+        for each in self._readback.drain() if waits else self._readback.ready():
+            each.context["receive"](each.array)
         while self._arrived and self.trainer is not None:
             facts, samples = self._arrived.popleft()
             for monitor in self._monitors:
@@ -126,17 +126,6 @@ class FactsRecorder(pl.Callback):
                 if sample is not None or monitor.every_step:
                     for verdict in monitor.judge(sample or Sample(facts)):
                         monitor.say(self.trainer, verdict, facts)
-
-    def finish(self) -> None:
-        """Submit the current step as well, wait for all pending copies, and judge them."""
-        if self.trainer is not None:
-            self._submit(self.trainer)
-        self.catch_up()
-
-    def catch_up(self) -> None:
-        """Wait for all pending copies and judge them."""
-        self.drain()
-        self.deliver()
 
     # --- hooks -----------------------------------------------------------------------------------
 
@@ -148,7 +137,9 @@ class FactsRecorder(pl.Callback):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._monitors = [c for c in callbacks if getattr(c, "recorder", None) is self]
         self._measures_norm = any(monitor.needs_gradient_norm for monitor in self._monitors)
-        # Monitors act on arrived facts, so facts must arrive at the same step on all ranks.
+        # Monitors act on arrived facts, so facts must arrive at the same step on all ranks. Copies
+        # from a GPU may be ready on one rank and pending on another, but Lightning has waited for
+        # the device at the start of the batch, so `drain` does not wait.
         self._is_late = trainer.strategy.root_device.type != "cpu"
         self._is_lockstep = self._is_late and trainer.world_size > 1
         if any(monitor.save_batch for monitor in self._monitors):
@@ -184,9 +175,12 @@ class FactsRecorder(pl.Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         if self._is_late:
-            self._receive()  # while the GPU is busy with the backward
+            self.catch_up(waits=self._is_lockstep)  # while the GPU is busy with the backward
         if self._is_changed:  # a layer was added or replaced
             self._is_changed, self._names = False, parameter_names(trainer.lightning_module)
+        if self._pending and trainer.lightning_module.automatic_optimization:
+            self._losses.clear()  # LBFGS evaluates the loss again within its step
+            return
         # `trainer.optimizers` holds the optimizer inside a `LightningOptimizer`.
         plain, scale = getattr(optimizer, "optimizer", optimizer), loss_scale_of(trainer)
         lr = next((group.get("lr") for group in optimizer.param_groups), None)
@@ -228,7 +222,7 @@ class FactsRecorder(pl.Callback):
         is_received = self._is_late and (bool(self._pending) or self._is_lockstep)
         self._submit(trainer)
         if not is_received:
-            self._receive()
+            self.catch_up(waits=self._is_lockstep)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:

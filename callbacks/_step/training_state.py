@@ -105,23 +105,18 @@ def tags_of(trainer: pl.Trainer, facts: StepFacts) -> set[str]:
 
 def numbers_of(trainer: pl.Trainer, facts: StepFacts) -> dict[str, Any]:
     """Return the fields that sentences of every monitor use."""
-    of_optimizer = f" of optimizer {facts.optimizer}" if facts.optimizer else ""
-    lower_rate = learning_rate_of(trainer) / 2
-    return {**_plugin_fields(trainer), "lower_rate": lower_rate, "of_optimizer": of_optimizer}
-
-
-def _plugin_fields(trainer: pl.Trainer) -> dict[str, str]:
-    """Return the plugin that a remedy names, and the modules that its lists already contain."""
     plugin = trainer.precision_plugin
-    if not isinstance(plugin, ScaledPrecision):
-        # Lightning's own plugins cannot keep modules in fp32.
-        return {"plugin": "BalancedAMP", "kept": "'norm', ", "clamped": ""}
+    # Lightning's own plugins cannot keep modules in fp32.
+    is_ours = isinstance(plugin, ScaledPrecision)
     # Passing a list replaces the plugin's list.
-    clamped: Sequence[str] = getattr(getattr(plugin, "inf_clamp", None), "modules", ())
-    kept: Sequence[str] = getattr(plugin, "fp32_modules", ())
-    lists = {"kept": kept, "clamped": clamped}
-    names = {key: "".join(f"{name!r}, " for name in given) for key, given in lists.items()}
-    return {"plugin": type(plugin).__name__, **names}
+    kept = getattr(plugin, "fp32_modules", ()) if is_ours else ("norm",)
+    lists = {"kept": kept, "clamped": getattr(getattr(plugin, "inf_clamp", None), "modules", ())}
+    return {
+        **{key: "".join(f"{each!r}, " for each in given) for key, given in lists.items()},
+        "plugin": type(plugin).__name__ if is_ours else "BalancedAMP",
+        "lower_rate": learning_rate_of(trainer) / 2,
+        "of_optimizer": f" of optimizer {facts.optimizer}" if facts.optimizer else "",
+    }
 
 
 def learning_rate_of(trainer: pl.Trainer) -> float:

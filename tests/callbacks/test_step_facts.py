@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.optim import SGD, AdamW
+from torch import Tensor
+from torch.optim import LBFGS, SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp import BalancedAMP
@@ -29,6 +30,7 @@ from lightning_mp.callbacks._step import recorder, training_state
 from lightning_mp.callbacks.activation_range_monitor import ActivationRangeMonitor
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from tests.callbacks.models import Watched, watch
+from tests.precision.models import make_trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning_mp.callbacks.InstabilityWarning",
@@ -96,6 +98,18 @@ def test_facts_contain_epoch_batch_and_rank() -> None:
     assert last.gradient_norm is not None
     assert last.largest_gradient_norm is not None
     assert 0 < last.largest_gradient_norm <= last.gradient_norm
+
+
+def test_line_search_of_lbfgs_is_one_step_with_the_loss_before_it() -> None:
+    class Losses(pl.Callback):
+        def on_before_backward(self, trainer: pl.Trainer, _: Any, loss: Tensor) -> None:
+            losses.setdefault(trainer.global_step, []).append(loss.item())
+
+    keeps, losses = Keeps(), dict[int, list[float]]()
+    model = Watched(None, lambda p: LBFGS(p, lr=0.1, max_iter=4), steps=6)
+    make_trainer(callbacks=[keeps, Losses()], max_epochs=1).fit(model)
+    assert max(map(len, losses.values())) == 4
+    assert [f.loss for f in keeps.facts] == [first for first, *_ in losses.values()]
 
 
 def test_gradients_are_collected_and_measured_once_for_all_callbacks(monkeypatch: Any) -> None:
