@@ -279,9 +279,10 @@ def _input_gradients(
 ) -> Sequence[Tensor | None]:
     """Return gradients without changing `.grad`, also through reentrant checkpoints."""
     is_reentrant = explore_graph([output], 0).is_reentrant
-    return grad_without_side_effects(
+    found = grad_without_side_effects(
         [output], [cotangent], inputs, is_full=is_reentrant, retain_graph=False
     )
+    return [g if g is None or not g.is_sparse else g.to_dense() for g in found]
 
 
 def _is_plain_data(value: Any) -> bool:

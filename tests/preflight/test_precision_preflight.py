@@ -42,6 +42,16 @@ def test_errors_are_within_ulps_of_the_dtype() -> None:
             assert each.handed >= each.output / 2
 
 
+def test_sparse_gradients_are_compared() -> None:
+    model = make_words()
+    model.embed.sparse = True
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=1e-3)  # type: ignore[method-assign]
+    callback = run_preflight(model, "BalancedAMP bf16")
+    assert "is safe for this model" in callback.text
+    assert callback.result is not None
+    assert "embed" in [each.path for each in callback.result.modules]
+
+
 class Stream(IterableDataset[Any]):
     """The sentences, whose number is unknown."""
 
