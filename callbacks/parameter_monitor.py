@@ -23,7 +23,7 @@ from lightning_mp.precision._weights.ledger import parameters_of
 
 __all__ = ["ParameterMonitor"]
 
-_WATCHED = 1024  # values of a parameter that are compared with those of the last sample
+_WATCHED = 1024  # most values of a parameter that are compared with those of the last sample
 # Columns of a sample. The last two are flags, set if any rank sets them; others add up over shards.
 _NUMEL, _SQUARES, _CHANGED, _GRADIENT, _HAS, _HAD = range(6)
 
@@ -147,7 +147,9 @@ class ParameterMonitor(SamplingMonitor):
     def _changes(self, step: TrainingStep, shards: list[Tensor]) -> Tensor:
         """Return the number of changed values of each parameter; NaN if unknown."""
         device = shards[0].device
-        watched = [s.reshape(-1)[:_WATCHED].to(device, non_blocking=True) for s in shards]
+        # Evenly spaced, because the first rows of an embedding may belong to tokens without use.
+        chosen = [s.reshape(-1)[:: -(-s.numel() // _WATCHED) or 1] for s in shards]
+        watched = [each.to(device, non_blocking=True) for each in chosen]
         values = pad_sequence(watched, batch_first=True)
         count, before = self._before.get(step.optimizer, (0, values[:0]))
         self._before[step.optimizer] = step.facts.global_step, values

@@ -96,6 +96,22 @@ def test_healthy_parameters_in_half_precision_raise_no_alarm(plugin: Any) -> Non
     assert kinds(monitor) == []
 
 
+def test_embedding_whose_first_rows_are_not_used_raises_no_alarm() -> None:
+    class Tokens(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.head = nn.Embedding(200, 16), nn.Linear(16, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            tokens = (100 + 30 * batch[:, 0].abs()).long().clamp(max=199)
+            return (self.head(self.stem(tokens)) - batch[:, :1]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    assert kinds(watch(Tokens(), patience=20)) == []
+
+
 def test_branch_without_gradient_is_named_with_its_share() -> None:
     monitor = ParameterMonitor(patience=20, every_n_steps=10)
     make_trainer(callbacks=monitor).fit(Model(every=1000))
