@@ -194,8 +194,10 @@ def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> Epsilo
     dtype = second_moments[0].dtype if second_moments else parameter.dtype
     for cls, beta2_of, placement in _EPSILON_PLACEMENTS:
         if isinstance(optimizer, cls):
-            # Fused kernels compute in fp32.
-            math_dtype = torch.float32 if group.get("fused") else dtype
+            # Fused kernels compute in fp32, except for that of Adagrad on a CPU.
+            is_exception = parameter.is_cpu and isinstance(optimizer, optim.Adagrad)
+            is_wide = group.get("fused") and not is_exception
+            math_dtype = torch.float32 if is_wide else dtype
             report = epsilon_report(
                 eps=float(group["eps"]),
                 beta2=float(beta2_of(group)),

@@ -109,7 +109,8 @@ def epsilon_report(
         beta2: Decay rate of `v` in [0, 1); 0 represents the sum of Adagrad.
         state_dtype: The dtype in which `v` is stored.
         math_dtype: The dtype in which a step computes; `None` means `state_dtype`, as in torch's
-            single-tensor and foreach optimizers. `fused=True` computes in fp32.
+            single-tensor and foreach optimizers. `fused=True` computes in fp32, except for Adagrad
+            on a CPU.
 
     Raises:
         ValueError: `eps` or `beta2` is out of range.

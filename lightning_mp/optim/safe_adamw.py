@@ -330,6 +330,7 @@ def _shield_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
         ]
         for group in saved_groups:
             group.pop("decoupled_weight_decay", None)  # checked by `check_loaded_group`
+            group["betas"] = tuple(map(float, group["betas"]))  # may be tensors in torch's AdamW
     states = {
         key: {name: _Shielded(value) for name, value in state.items()}
         if isinstance(state, dict)

@@ -33,6 +33,7 @@ REFUSED: dict[str, Make] = {
     "Adamax": lambda ps: optim.Adamax(ps),
     "RMSprop-centered": lambda ps: optim.RMSprop(ps, centered=True),
     "Adagrad-foreach": lambda ps: optim.Adagrad(ps, foreach=True),
+    "Adagrad-fused": lambda ps: optim.Adagrad(ps, fused=True),
     "derived": lambda ps: Derived(ps),
 }
 # Optimizers that can step half parameters with fp32 states.
@@ -49,7 +50,6 @@ UNTOUCHED: dict[str, Make] = {
     "Adafactor": lambda ps: optim.Adafactor(ps),
     "Adadelta": lambda ps: optim.Adadelta(ps),
     "Adamax-eps": lambda ps: optim.Adamax(ps, eps=1e-6),
-    "Adagrad-fused": lambda ps: optim.Adagrad(ps, fused=True),
     "Adam-eps-above-threshold": lambda ps: optim.Adam(ps, eps=5.5e-3),
     "declared": lambda ps: Declared(ps),
     "foreign": lambda ps: Foreign(ps),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam
+from torch.optim import Adagrad, Adam
 
 from lightning_mp.numerics.floats import rounded
 from tests.precision.models import Regression, loader, make_trainer
@@ -212,6 +212,14 @@ def updates_after_zeros() -> dict[int, float]:
         probe.step()
         updates[count] = -copied.item() / LR
     return updates
+
+
+def test_fused_adagrad_on_a_cpu_rounds_epsilon_to_half() -> None:
+    parameter = nn.Parameter(torch.ones(64, dtype=torch.float16))
+    optimizer = Adagrad([parameter], eps=1e-10, fused=True)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert parameter.isnan().all()
 
 
 @pytest.mark.slow

@@ -142,6 +142,18 @@ def test_machine_options_and_options_missing_in_a_checkpoint_keep_their_values()
     train(optimizer, seed=2)
 
 
+def test_tensor_betas_of_torch_adamw_become_numbers() -> None:
+    theirs = parameters(torch.float32)
+    expected = torch.optim.AdamW(theirs, betas=(torch.tensor(0.5), torch.tensor(0.75)))
+    train(expected, seed=1)
+    optimizer = SafeAdamW(copies(theirs))
+    optimizer.load_state_dict(expected.state_dict())
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+    train(expected, seed=2)
+    train(optimizer, seed=2)
+    torch.testing.assert_close(optimizer.param_groups[0]["params"], theirs)
+
+
 def test_checkpoint_with_another_write_back_overrides_the_option() -> None:
     (parameter,) = parameters(torch.float16)
     optimizer = SafeAdamW([parameter], write_back="stochastic")
