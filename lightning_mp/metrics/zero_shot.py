@@ -101,7 +101,9 @@ class ZeroShotAccuracy(StoredRows):
         self._checksum = torch.tensor(0.0)  # of the weights of classes
         self._keeps_prompts = False
         # First, because collections of torchmetrics 1.4 compare the first state only.
-        self.add_state("prompts", default=torch.tensor(-torch.inf), dist_reduce_fx="max")
+        # In fp32 whatever the default dtype, because the states of all ranks need one dtype.
+        none = torch.tensor(-torch.inf, dtype=torch.float32)
+        self.add_state("prompts", default=none, dist_reduce_fx="max")
         self.add_state("ranks", default=[], dist_reduce_fx="cat")
         self.add_state("keys", default=[], dist_reduce_fx="cat")
 
@@ -211,7 +213,7 @@ class ZeroShotAccuracy(StoredRows):
             # A `MetricCollection` updates only one of several metrics with equal states. Different
             # prompts may give equal ranks in the first batch, so the checksum is a state.
             flat = self._classes_CD.float().flatten()
-            factors = torch.arange(1.0, len(flat) + 1, device=flat.device).sin_()
+            factors = torch.arange(1, len(flat) + 1, dtype=flat.dtype, device=flat.device).sin_()
             # Not `@`, which autocast computes in half precision, unlike the state of other ranks.
             self._checksum = (flat * factors).sum()
         return self._classes_CD
@@ -219,7 +221,7 @@ class ZeroShotAccuracy(StoredRows):
     def _sync_dist(self, *args: Any, **kwargs: Any) -> None:
         # In torchmetrics a rank without data sends a 1-D fp32 tensor for each state.
         if not self.ranks:
-            self.ranks = [torch.empty(0, device=self.device)]
+            self.ranks = [torch.empty(0, dtype=torch.float32, device=self.device)]
             self.keys = [torch.empty(0, 2, dtype=torch.int64, device=self.device)]
         super()._sync_dist(*args, **kwargs)
 

@@ -160,18 +160,19 @@ def test_forward_tracker_and_plot() -> None:
 
 
 def _on_rank(rank: int) -> dict[str, dict[str, float]]:
-    results = {}
+    results, data = {}, make_data()
     for name, rows in {
         "halves": [slice(0, 51), slice(51, None)],
         "all on one": [slice(0, 0), slice(0, None)],
     }.items():
         metric = ZeroShotAccuracy(num_classes=CLASSES)
-        feed(metric, make_data(), rows[rank])
+        feed(metric, data, rows[rank])
         results[name] = {key: value.item() for key, value in metric.compute().items()}
-    metric.reset()
+    torch.set_default_dtype(torch.float64)  # yet the states of both ranks have one dtype
+    metric = ZeroShotAccuracy(num_classes=CLASSES)
     if rank == 1:
-        with torch.autocast("cpu", torch.bfloat16):  # the states of both ranks have one dtype
-            feed(metric, make_data())
+        with torch.autocast("cpu", torch.bfloat16):
+            feed(metric, data)
     results["no update on one"] = {key: value.item() for key, value in metric.compute().items()}
     return results
 
