@@ -1,6 +1,5 @@
 """`ParameterMonitor`: warns of parameters that do not train, and of weights that explode."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -98,19 +97,13 @@ class ParameterMonitor(SamplingMonitor):
         self._waiting.clear()
         self._known = WeakIdKeyDictionary()
         self._before.clear()
-        for optimizer in trainer.optimizers:
-            self._note_new(parameters_of(optimizer))
-
-    def _note_new(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Wait for the first gradients of new parameters, which may join at any time."""
-        new = [p for p in parameters if p not in self._known]
-        self._known.update(dict.fromkeys(new))
-        self._waiting |= {id(p): p for p in new}
 
     @override
     def observe(self, step: TrainingStep) -> Tensor | None:
         held = [*parameters_of(step.optimizer)] if self.is_due(step.facts.step) else []
-        self._note_new(held)
+        new = [p for p in held if p not in self._known]  # parameters may join at any time
+        self._known.update(dict.fromkeys(new))
+        self._waiting |= {id(p): p for p in new}
         for key in [key for key, p in self._waiting.items() if p.grad is not None]:
             del self._waiting[key]
         parameters = [p for p in held if p.requires_grad]
