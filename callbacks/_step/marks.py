@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
@@ -139,7 +140,8 @@ class MarkStore:
 
     def _save(self, trainer: pl.Trainer, path: str, checkpoint: dict[str, Any]) -> None:
         strategy, theirs = trainer.strategy, trainer.strategy.checkpoint_io
-        if type(theirs) is TorchCheckpointIO:  # only another class can read its own format
+        # Only another class can read its own format, but a thread would write a mark too late.
+        if type(theirs) is TorchCheckpointIO or isinstance(theirs, AsyncCheckpointIO):
             strategy.checkpoint_io = _WholeFiles()
         try:
             strategy.save_checkpoint(checkpoint, path)

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -104,6 +105,18 @@ def test_checkpoint_in_memory_is_unchanged_by_a_rewind(tmp_path: Path) -> None:
 
     for ours, theirs in zip(run("memory").parameters(), run("disk").parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_checkpoints_are_written_at_once_under_a_plugin_that_writes_in_a_thread(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    watch, plugin = guard(tmp_path), AsyncCheckpointIO()
+    model = PlantedModel({SPIKE: "explosion"})
+    fit(model, make_batches(90), watch, default_root_dir=tmp_path, plugins=plugin)
+    assert [alarm.kind for alarm in watch.alarms] == ["loss_spike", "rewind_to_step"]
+    (said,) = (text for text in logged if "bytes each on disk" in text)
+    assert " 0 bytes" not in said
+    assert list((tmp_path / "marks").rglob("*.ckpt")) == []
 
 
 def test_rewind_storage_auto_uses_the_disk_if_states_do_not_fit_in_memory(tmp_path: Path) -> None:
