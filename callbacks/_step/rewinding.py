@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.callbacks import Checkpoint, Timer
+from lightning.pytorch.callbacks import Checkpoint, ModelPruning, Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -44,6 +44,8 @@ class Rewinder:
         """Write the first mark unless there are marks of a resumed run; call on all ranks."""
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise MisconfigurationException(usage("dataloader_iter"))
+        if any(isinstance(each, ModelPruning) for each in trainer.callbacks):  # type: ignore[attr-defined]
+            raise MisconfigurationException(usage("pruning"))
         self.marks, self._missed = self.store.start(trainer, self.marks), -1
         # To save optimizer states that do not exist yet, torch makes a step with zero gradients
         # under FSDP2. Adam counts this step, which changes its first update. So with shards the

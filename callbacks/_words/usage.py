@@ -17,6 +17,8 @@ USAGE = {
     "dataloader_iter": "Passed `SpikeGuard(action='rewind')` with a `training_step` that takes a "
     "`dataloader_iter`. Batches can be skipped only if Lightning fetches them. Take a `batch` in "
     "`training_step`, or pass `action='skip'`.",
+    "pruning": "Passed `SpikeGuard(action='rewind')` with `ModelPruning`, whose checkpoints a "
+    "pruned model cannot load. Pass `action='skip'`.",
     "shards_in_memory": "Passed `SpikeGuard(rewind_storage='memory')` with `{strategy}`, which "
     "loads shards from files. Pass `rewind_storage='disk'`.",
     "no_adam": "Passed `AdamStateMonitor`, but no optimizer has two `betas` and an `eps`. It "

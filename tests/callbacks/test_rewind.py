@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
@@ -236,6 +237,12 @@ def test_rewind_with_a_dataloader_iter_raises_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(MisconfigurationException, match="fetches them"):
         fit(Fetches(), make_batches(5), guard(tmp_path), default_root_dir=tmp_path)
+
+
+def test_rewind_of_a_pruned_model_raises_an_error(tmp_path: Path) -> None:
+    pruning = ModelPruning("l1_unstructured", amount=0.5)
+    with pytest.raises(MisconfigurationException, match="with `ModelPruning`"):
+        fit(PlantedModel(), make_batches(2), guard(tmp_path), pruning, default_root_dir=tmp_path)
 
 
 class _Grows(PlantedModel):
