@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mp._arguments import PATH, explains_arguments
-from lightning_mp._files import Failures, claim, touch, write
+from lightning_mp._files import Failures, save_new
 from lightning_mp.callbacks._locate.replay import restored_training
 from lightning_mp.callbacks._preflight.page import (
     preflight_page,
@@ -138,8 +138,7 @@ class PrecisionPreflight(pl.Callback):
         title = type(trainer.lightning_module).__name__
         text = preflight_page(self.result, title, verdict, self.settings)
         with Failures(usage).forgiven("report_not_written", path=str(wanted)):
-            self.path = claim(wanted, touch)
-            write(self.path, text)
+            self.path = save_new(wanted, lambda file: file.write(text.encode()))
 
     def _end(self, failure: str) -> None:
         self._seen, self.failure = self._wanted, failure

@@ -1,6 +1,6 @@
 """Reads the YAML files of a run."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,17 @@ __all__ = ["read_config"]
 _PARTS = "trainer", "model", "data", "optimizer", "lr_scheduler"
 
 
-def read_config(paths: str | Sequence[str]) -> dict[str, Any]:
+def read_config(paths: Sequence[str], classes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the settings of YAML files, of which later ones override earlier ones as in `fit`.
+
+    `classes` are those of parts of which the files contain only the arguments.
 
     Raises:
         OSError: A file cannot be read.
         ValueError: A file is not valid YAML, or holds no mapping.
     """
     merged: dict[str, Any] = {}
-    for path in [paths] if isinstance(paths, str) else paths:
+    for path in paths:
         settings = _read(Path(path))
         if not isinstance(settings, dict):
             raise ValueError(
@@ -28,13 +30,16 @@ def read_config(paths: str | Sequence[str]) -> dict[str, Any]:
             )
         settings = _with_files(settings.get("fit", settings), Path(path).parent, _PARTS)
         merged = dict(_merged(merged, settings))
+    for part, cls in (classes or {}).items():
+        path = f"{cls.__module__}.{cls.__qualname__}"
+        merged[part] = {"class_path": path, "init_args": merged.get(part) or {}}
     return merged
 
 
 def _read(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"Passed `--config {path}`, which is not valid YAML: {error}") from None
 
 

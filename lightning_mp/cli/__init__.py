@@ -19,6 +19,9 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: The arguments are invalid, a command fails, or the run was interrupted.
     """
     arguments = list(sys.argv[1:] if args is None else args)
+    # For a console script, `sys.path` starts with the script's folder, not the working directory.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     if arguments and arguments[0] in COMMANDS:
         run_command(arguments[0], arguments[1:])  # does not spend seconds on importing Lightning
         return
@@ -27,9 +30,6 @@ def main(args: Sequence[str] | None = None) -> None:
     import lightning_mp
     from lightning_mp.cli.lightning_cli import LightningMPCLI
 
-    # For a console script, `sys.path` starts with the script's folder, not the working directory.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     jsonargparse.set_parsing_settings(add_print_completion_argument=True)
     cli = LightningMPCLI(
         args=args,  # type: ignore[arg-type]

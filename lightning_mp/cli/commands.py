@@ -1,13 +1,13 @@
 """Commands of `lightning-mp` without a Trainer; a function's arguments are its options."""
 
 import inspect
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, get_args
 
 from jsonargparse import ArgumentParser
 from typing_extensions import override
 
+from lightning_mp._config_files import read_config
 from lightning_mp.cli.reasons import explained
 from lightning_mp.doctor.command import doctor
 from lightning_mp.doctor.preflight import preflight
@@ -24,15 +24,12 @@ def report(run_dir: str) -> None:
     """
     from lightning_mp.cli.report import rebuild_page
 
-    try:
-        page = rebuild_page(run_dir)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"lightning-mp report: {error}") from None
-    print(f"Report: {page.resolve()}")
+    print(f"Report: {rebuild_page(run_dir).resolve()}")
 
 
-# A command is a typed function with a docstring that is listed here. It imports packages outside
-# the standard library itself, so that `--help` and other commands start quickly.
+# A command is a typed function with a docstring that is listed here. Its argument `settings` is
+# the content of the files passed by `--config`. It imports packages outside the standard library
+# itself, so that `--help` and other commands start quickly.
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command for command in (report, plan, doctor, preflight)
 }
@@ -54,9 +51,19 @@ class _Parser(ArgumentParser):
 def command_parser(name: str, **kwargs: Any) -> ArgumentParser:
     """Return the parser of a command, with the arguments of its function."""
     parser = _Parser(description=summary(name), **kwargs)
-    parser.add_function_arguments(COMMANDS[name], as_group=False, as_positional=True)
+    if "settings" in (known := inspect.signature(COMMANDS[name]).parameters):
+        parser.add_argument(
+            *("-c", "--config"),
+            action="append",
+            required=known["settings"].default is inspect.Parameter.empty,
+            help="YAML file of a run, as for `lightning-mp fit`; repeat the option for more.",
+        )
+    parser.add_function_arguments(
+        COMMANDS[name], as_group=False, as_positional=True, skip={"settings"}
+    )
     for action in parser._actions:
-        if action.type is bool or getattr(action, "_typehint", None) is bool:
+        hint = getattr(action, "_typehint", None)
+        if bool in (hint, *get_args(hint)):
             action.nargs, action.const = "?", True  # an option without a value means True
         # Accept hyphens and underscores in options; `--help` shows hyphens first.
         hyphened = [name.replace("_", "-") for name in action.option_strings if "_" in name]
@@ -66,9 +73,22 @@ def command_parser(name: str, **kwargs: Any) -> ArgumentParser:
     return parser
 
 
-def run_command(name: str, args: Sequence[str]) -> None:
-    """Parse the arguments of a command and run it."""
-    parser = command_parser(name, prog=f"lightning-mp {name}")
-    # With `+`, jsonargparse appends to a list: a repeated `--config` adds a file, as for `fit`.
-    args = [re.sub(r"^--config(?==|$)", "--config+", each) for each in args]
-    COMMANDS[name](**parser.parse_args(args).as_dict())
+def run_command(name: str, args: Sequence[str], classes: Mapping[str, Any] | None = None) -> None:
+    """Parse the arguments of a command and run it.
+
+    Args:
+        name: A key of `COMMANDS`.
+        args: The arguments.
+        classes: Classes of parts of which the config contains only arguments, as in a CLI for one
+            model.
+
+    Raises:
+        SystemExit: The arguments are invalid, or the command fails.
+    """
+    given = command_parser(name, prog=f"lightning-mp {name}").parse_args(args).as_dict()
+    try:
+        if files := given.pop("config", None):
+            given["settings"] = read_config(files, classes)
+        COMMANDS[name](**given)
+    except (ValueError, OSError) as error:  # the arguments are wrong: a traceback would not help
+        raise SystemExit(f"lightning-mp {name}: {error}") from None

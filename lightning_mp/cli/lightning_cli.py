@@ -1,12 +1,13 @@
 """`LightningMPCLI`: LightningCLI with the classes of this package available by name."""
 
+import sys
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 import lightning_mp
-from lightning_mp.cli.commands import COMMANDS, command_parser, summary
+from lightning_mp.cli.commands import COMMANDS, command_parser, run_command, summary
 from lightning_mp.cli.reasons import explained, reason_of
 
 __all__ = ["LightningMPCLI"]
@@ -68,11 +69,17 @@ class LightningMPCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments; run a command without a Trainer and exit."""
-        super().parse_arguments(parser, args)
-        name = self.config.get("subcommand")
-        if name in COMMANDS:
-            COMMANDS[name](**self.config[name].as_dict())
-            raise SystemExit(0)  # LightningCLI would instantiate a model and a Trainer
+        name, *options = (sys.argv[1:] if args is None else [*args]) or [""]
+        if name not in COMMANDS:
+            super().parse_arguments(parser, args)
+            return
+        classes: dict[str, Any] = {}
+        if not self.subclass_mode_model:
+            classes["model"] = self.model_class
+        if not self.subclass_mode_data:
+            classes["data"] = self.datamodule_class
+        run_command(name, options, classes)
+        raise SystemExit(0)  # LightningCLI would instantiate a model and a Trainer
 
     @override
     def instantiate_classes(self) -> None:

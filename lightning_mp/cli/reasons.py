@@ -139,8 +139,10 @@ def _near_option(name: str, locations: tuple[str, ...]) -> str:
     if not isinstance(cls, type):
         return ""
     names = ArgumentParser().add_class_arguments(cls, fail_untyped=False)
-    near = nearest(name, names)
-    return f". Did you mean `{near}`?" if near else f". It accepts {', '.join(names)}."
+    near = nearest(name.partition(".")[0], [*names, "init_args"])
+    if near:
+        return f". Did you mean `{near}`?"
+    return f". It accepts {', '.join(names)}." if names else ""
 
 
 def _short_types(text: str) -> str:

@@ -1,11 +1,11 @@
 """The command `lightning-mp doctor`; heavy imports happen when it runs."""
 
+from typing import Any
+
 __all__ = ["doctor"]
 
 
-def doctor(
-    config: list[str] | None = None, gpu_memory: float = 80.0, host_memory: float = 1000.0
-) -> None:
+def doctor(settings: dict[str, Any], gpu_memory: float = 80.0, host_memory: float = 1000.0) -> None:
     """Check the configuration of a run, without running a batch.
 
     Model, data, optimizers and Trainer are set up as in `fit`, on one device of this machine. Each
@@ -13,12 +13,10 @@ def doctor(
     is 1 if a finding is an error, so that the command can run in continuous integration.
 
     Args:
-        config: YAML files of a run, as for `lightning-mp fit --config`; repeat the option.
+        settings: The config of the run.
         gpu_memory: Memory of a GPU of the run, in GiB.
         host_memory: Memory of a node of the run, in GiB.
     """
-    if config is None:
-        raise SystemExit("lightning-mp doctor: pass the YAML file of a run by `--config`.")
     from lightning_mp.doctor.checks import CHECKS
     from lightning_mp.doctor.finding import Finding
     from lightning_mp.doctor.memory import memory_findings
@@ -29,11 +27,8 @@ def doctor(
     def inspect(run: StartedRun) -> None:
         findings.extend(finding for check in CHECKS for finding in check(run))
 
-    try:
-        run = start(config, inspect)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"lightning-mp doctor: {error}") from None
-    findings += memory_findings(run, config, gpu_memory, host_memory)
+    run = start(settings, inspect)
+    findings += memory_findings(run, gpu_memory, host_memory)
     findings.sort(key=lambda finding: finding.severity != "wrong")
     wrong = sum(finding.severity == "wrong" for finding in findings)
     checks = len(CHECKS) + 1

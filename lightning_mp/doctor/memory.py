@@ -1,7 +1,5 @@
 """Memory of a contrastive run, by `lightning-mp plan`."""
 
-from collections.abc import Sequence
-
 from lightning_mp.doctor.finding import Finding
 from lightning_mp.doctor.started_run import StartedRun
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
@@ -9,9 +7,7 @@ from lightning_mp.strategies._inf_cl.serving import ServesTowers
 __all__ = ["memory_findings"]
 
 
-def memory_findings(
-    run: StartedRun, config: Sequence[str], gpu_memory: float, host_memory: float
-) -> list[Finding]:
+def memory_findings(run: StartedRun, gpu_memory: float, host_memory: float) -> list[Finding]:
     """Return a finding if the run does not fit in the memory of its machine."""
     # An error of the set-up would only be raised again.
     has_cache = run.trainer is not None and isinstance(run.trainer.strategy, ServesTowers)
@@ -23,7 +19,7 @@ def memory_findings(
     from lightning_mp.plan.table import advice
 
     try:
-        subject = subject_of_config(config)
+        subject = subject_of_config(run.settings)
     except Exception as error:
         run.notes.append(f"Memory: {error}")
         return []

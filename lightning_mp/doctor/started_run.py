@@ -8,20 +8,17 @@ that nothing is written.
 import logging
 import os
 import re
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 import lightning_mp
-from lightning_mp._config_files import read_config
 from lightning_mp.cli.lightning_cli import LightningMPCLI
 
 __all__ = ["StartedRun", "start"]
@@ -77,8 +74,8 @@ class StartedRun:
     @property
     def has_both_precisions(self) -> bool:
         """Whether `precision` is set in addition to a plugin, which no Trainer accepts."""
-        names = {cls.__name__ for cls in _subclasses(Precision)}
-        is_named = any(name in names for name, _ in self.plugins)
+        known = lightning_mp.precision.__all__
+        is_named = any(name in known or name.endswith("Precision") for name, _ in self.plugins)
         return is_named and self.trainer_settings.get("precision") is not None
 
 
@@ -103,29 +100,20 @@ class _StopsAfterSetUp(Callback):
 
 
 def start(
-    config: str | Sequence[str],
+    settings: dict[str, Any],
     inspect: Callable[[StartedRun], None] = lambda run: None,
     callback: Callback | None = None,
     **trainer: Any,
 ) -> StartedRun:
-    """Make model, data and Trainer of a config file, and set them up without a batch.
+    """Make model, data and Trainer of a config, and set them up without a batch.
 
     Args:
-        config: The YAML files.
+        settings: The content of the config.
         inspect: Called once, after the set-up or its failure.
         callback: The only callback of the run, which stops it later; `None` stops it after the
             set-up.
         trainer: Arguments of the Trainer that replace those of the config.
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is not valid YAML, or holds no mapping.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a `class_path` may refer to code in this folder
-    settings = read_config(config)
-    for name in lightning_mp.__all__:  # so that bare class names are known
-        getattr(lightning_mp, name)
     run = StartedRun(settings)
     loggers = {name: logging.getLogger(name).level for name in _LOGGERS}
     try:
@@ -209,10 +197,3 @@ def _without_fsdp(plugins: Any) -> Any:
         return {**plugins, "class_path": _without_fsdp(plugins["class_path"])}
     is_fsdp = isinstance(plugins, str) and plugins.rpartition(".")[2] == "FSDPBalancedAMP"
     return "BalancedAMP" if is_fsdp else plugins
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    classes: list[type] = cls.__subclasses__()
-    for each in classes:
-        yield each
-        yield from _subclasses(each)

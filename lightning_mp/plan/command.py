@@ -14,7 +14,7 @@ _GPUS = 8  # GPUs of a node, if neither the command nor the config names a numbe
 
 
 def plan(
-    config: list[str] | None = None,
+    settings: dict[str, Any] | None = None,
     model: str | None = None,
     batch: str | None = None,
     gpus: int | None = None,
@@ -40,7 +40,7 @@ def plan(
     keeps; both are measured on tensors without memory.
 
     Args:
-        config: YAML files of a run, as for `lightning-mp fit --config`; repeat the option.
+        settings: The config of a run.
         model: Instead of a config: `ViT-L/14`, `ViT-B/16`, `ViT-B/32`, a class of transformers, a
             folder with a config.json, or a model name of open_clip. Nothing is downloaded.
         batch: Global batch, such as 10M or 1024k, where k is 1,024 and M is 1,024 k. The default is
@@ -66,39 +66,36 @@ def plan(
     from lightning_mp.plan.formulas import GIB
     from lightning_mp.plan.table import advice, plan_lines
 
-    try:
-        asked = None if batch is None else pairs_of(batch, "--batch")
-        per_epoch = None if pairs is None else pairs_of(pairs, "--pairs")
-        positive: dict[str, float | None] = {"gpus": gpus, "gpus-per-node": gpus_per_node}
-        positive |= {"micro-batch": micro_batch, "loader-batches": loader_batches}
-        positive |= {"gpu-memory": gpu_memory, "host-memory": host_memory, "network": network}
-        positive |= {"tflops": tflops, "pairs-per-second": pairs_per_second}
-        for name, value in positive.items():
-            if value is not None and value <= 0:
-                raise ValueError(f"Passed `--{name} {value}`. It must be greater than 0.")
-        if workers is not None and workers < 0:
-            raise ValueError(f"Passed `--workers {workers}`. It must be at least 0.")
-        if (config is None) == (model is None):
-            raise ValueError("pass either `--config` or `--model`.")
-        subject = _subject(config, model, precision)
-        given: dict[str, Any] = {"micro_batch": micro_batch, "offload": offload}
-        given |= {"loader_batches": loader_batches, "workers": workers}
-        subject = replace(subject, **{k: v for k, v in given.items() if v is not None})
-        per_node = gpus_per_node or subject.devices or _GPUS
-        ranks = gpus or per_node * subject.nodes
-        if batch is None:
-            asked = subject.rank_batch and subject.rank_batch * ranks
-        elif asked is not None and asked < ranks:
-            raise ValueError(f"Passed `--batch {batch}` for {ranks} ranks. A rank needs a pair.")
-        rate = None
-        if tflops is not None or pairs_per_second is not None:
-            work = subject.flops_per_pair(cached=True)
-            flops = (pairs_per_second or 0.0) * work if tflops is None else tflops * 1e12
-            rate = Rate(pairs_per_second or flops / work, flops, network * 1e9)
-    except (ValueError, OSError) as error:  # the arguments are wrong: a traceback would not help
-        raise SystemExit(f"lightning-mp plan: {error}") from None
+    asked = None if batch is None else pairs_of(batch, "--batch")
+    per_epoch = None if pairs is None else pairs_of(pairs, "--pairs")
+    positive: dict[str, float | None] = {"gpus": gpus, "gpus-per-node": gpus_per_node}
+    positive |= {"micro-batch": micro_batch, "loader-batches": loader_batches}
+    positive |= {"gpu-memory": gpu_memory, "host-memory": host_memory, "network": network}
+    positive |= {"tflops": tflops, "pairs-per-second": pairs_per_second}
+    for name, value in positive.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"Passed `--{name} {value}`. It must be greater than 0.")
+    if workers is not None and workers < 0:
+        raise ValueError(f"Passed `--workers {workers}`. It must be at least 0.")
+    if (settings is None) == (model is None):
+        raise ValueError("pass either `--config` or `--model`.")
+    subject = _subject(settings, model, precision)
+    given: dict[str, Any] = {"micro_batch": micro_batch, "offload": offload}
+    given |= {"loader_batches": loader_batches, "workers": workers}
+    subject = replace(subject, **{k: v for k, v in given.items() if v is not None})
+    per_node = gpus_per_node or subject.devices or _GPUS
+    ranks = gpus or per_node * subject.nodes
+    if batch is None:
+        asked = subject.rank_batch and subject.rank_batch * ranks
+    elif asked is not None and asked < ranks:
+        raise ValueError(f"Passed `--batch {batch}` for {ranks} ranks. A rank needs a pair.")
+    rate = None
+    if tflops is not None or pairs_per_second is not None:
+        work = subject.flops_per_pair(cached=True)
+        flops = (pairs_per_second or 0.0) * work if tflops is None else tflops * 1e12
+        rate = Rate(pairs_per_second or flops / work, flops, network * 1e9)
     if asked is None:
-        raise SystemExit("lightning-mp plan: pass the global batch by `--batch`, such as 1024k.")
+        raise ValueError("pass the global batch by `--batch`, such as 1024k.")
     machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node, device)
     print("\n".join(plan_lines(subject, machine, asked, rate, per_epoch)))
     print(f"\nAdvice: {advice(subject, machine, asked)}")
@@ -121,17 +118,17 @@ def pairs_of(text: str, option: str) -> int:
     return pairs
 
 
-def _subject(config: list[str] | None, model: str | None, precision: str | None) -> Subject:
+def _subject(settings: dict[str, Any] | None, model: str | None, precision: str | None) -> Subject:
     from lightning_mp.plan.subject import PRECISIONS
 
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(
             f"Passed `--precision {precision}`. It must be one of {', '.join(PRECISIONS)}."
         )
-    if config is not None:
+    if settings is not None:
         from lightning_mp.plan.config import subject_of_config
 
-        return subject_of_config(config, precision)
+        return subject_of_config(settings, precision)
     from lightning_mp.plan.sources import subject_of_model
 
     return subject_of_model(str(model), precision or "BalancedAMP")

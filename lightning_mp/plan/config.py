@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.fabric.utilities.device_parser import _normalize_parse_gpu_string_input
 
-from lightning_mp._config_files import read_config
 from lightning_mp.plan.dry_run import DryRun
 from lightning_mp.plan.subject import PRECISIONS, Subject
 
 __all__ = ["subject_of_config"]
 
 
-def subject_of_config(paths: str | Sequence[str], precision: str | None = None) -> Subject:
+def subject_of_config(settings: dict[str, Any], precision: str | None = None) -> Subject:
     """Make the model and data of a config, and measure the towers in two training steps.
 
     No Trainer of the config is made, so a config for 256 GPUs can be planned on a laptop. The bytes
@@ -27,9 +23,6 @@ def subject_of_config(paths: str | Sequence[str], precision: str | None = None) 
     Raises:
         ValueError: `PRECISIONS` lacks the precision of the config, or there is no training loader.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a `class_path` may refer to code in this folder
-    settings = read_config(paths)
     trainer = settings.get("trainer") or {}
     kind, strategy = _class_and_arguments(trainer.get("strategy"))
     chosen = precision or _precision(trainer)
@@ -43,7 +36,6 @@ def subject_of_config(paths: str | Sequence[str], precision: str | None = None) 
     towers = strategy.get("towers", ["visual", "text"])
     model, optimizers, measured, found = run.measured(towers, PRECISIONS[chosen])
     micro_batch = strategy.get("micro_batch_size", 256)
-    loader_batches = strategy.get("loader_batches_per_step", 1)
     return Subject.of(
         model,
         optimizers,
@@ -56,8 +48,8 @@ def subject_of_config(paths: str | Sequence[str], precision: str | None = None) 
         micro_batch=256 if micro_batch == "auto" else micro_batch,
         offload=strategy.get("offload") == "host",
         prefetch=strategy.get("prefetch", 2),
-        loader_batches=loader_batches,
-        rank_batch=run.pairs * loader_batches,
+        loader_batches=strategy.get("loader_batches_per_step", 1),
+        loader_pairs=run.pairs,
         devices=devices,
         nodes=nodes,
         workers=run.workers,

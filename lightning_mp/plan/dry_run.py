@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_mp._nested import map_tensors, open_container, tensors_in
+from lightning_mp.cli.reasons import reason_of
 from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.subject import StaticBytes, TowerBytes
 from lightning_mp.plan.tower_bytes import SIZES, blank, computing_in, measure_towers
@@ -86,7 +87,7 @@ class DryRun:
         # As in `fit`, several loaders yield one batch of all.
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "max_size_cycle")
-        self.batch = next(iter(loader))[0]
+        self.batch: Any = next(iter(loader), (None,))[0]  # `None` if the data are empty
         self.workers = max(getattr(each, "num_workers", 0) for each in loader.flattened)
         lengths = {len(tensor) for tensor in tensors_in(self.batch) if tensor.ndim and len(tensor)}
         if not lengths:
@@ -217,7 +218,8 @@ def _made(settings: dict[str, Any], part: str, **options: Any) -> Any:
     try:
         parsed = parser.parse_object({part: settings.get(part)})
     except ArgumentError as error:
-        raise ValueError(f"Passed a config whose `{part}` cannot be made: {error}") from error
+        reason = reason_of(str(error)) or error
+        raise ValueError(f"Passed a config whose `{part}` cannot be made: {reason}") from error
     return parser.instantiate_classes(parsed)[part]
 
 

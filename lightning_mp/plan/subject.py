@@ -79,7 +79,7 @@ class Subject:
     offload: bool = False  # whether the batch stays in host memory
     prefetch: int = 2  # micro-batches copied ahead with `offload`
     loader_batches: int = 1  # loader batches of a step
-    rank_batch: int | None = None  # pairs of a rank in a step; `None` without a loader
+    loader_pairs: int | None = None  # pairs of a loader batch; `None` without a loader
     devices: int | None = None  # ranks of a node; `None` if the config gives no number
     nodes: int = 1  # nodes of the config
     workers: int = 8  # workers of a loader
@@ -108,6 +108,11 @@ class Subject:
     def static(self) -> StaticBytes:
         """The bytes of a parameter."""
         return PRECISIONS[self.precision]
+
+    @property
+    def rank_batch(self) -> int | None:
+        """Pairs of a rank in a step."""
+        return self.loader_pairs and self.loader_pairs * self.loader_batches
 
     @property
     def host_pair_bytes(self) -> float:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,32 +58,35 @@ def test_error_of_a_wrong_type_names_option_type_and_value(
 
 
 @pytest.fixture
-def greeted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def greeted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Add a command as in `commands.py`; return the list of its calls."""
     calls = []
 
-    def greet(name: str, times: int = 1) -> None:
+    def greet(name: str, times: int = 1, loud: bool | None = None) -> None:
         """Greet somebody.
 
         Args:
             name: The person.
             times: Number of greetings.
+            loud: Whether it is a shout.
         """
-        calls.append((name, times))
+        calls.append((name, times, loud))
 
     monkeypatch.setitem(lightning_mp.cli.commands.COMMANDS, "greet", greet)
     return calls
 
 
 def test_command_is_a_function_and_its_name(
-    greeted: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
+    greeted: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["greet", "Ada", "--times", "3"])
-    assert greeted == [("Ada", 3)]
+    main(["greet", "Ada", "--times", "3", "--loud"])
+    main(["greet", "Ada", "--loud", "false"])
+    assert greeted == [("Ada", 3, True), ("Ada", 1, False)]
     with pytest.raises(SystemExit, match="0"):
         main(["greet", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "usage: lightning-mp greet [--times TIMES] name Greet somebody." in printed
+    usage = "usage: lightning-mp greet [--times TIMES] [--loud [{true,false,null}]] name"
+    assert f"{usage} Greet somebody." in printed
     assert "times TIMES Number of greetings." in printed
     with pytest.raises(SystemExit, match="2"):
         main(["greet"])
@@ -92,10 +96,23 @@ def test_command_is_a_function_and_its_name(
 
 
 @pytest.mark.slow
-def test_command_runs_in_a_users_cli(greeted: list[tuple[str, int]]) -> None:
+def test_command_runs_in_a_users_cli(greeted: list[tuple[Any, ...]]) -> None:
     with pytest.raises(SystemExit, match="0"):
         LightningMPCLI(Model, args=["greet", "Grace"])
-    assert greeted == [("Grace", 1)]
+    assert greeted == [("Grace", 1, None)]
+
+
+@pytest.mark.slow
+def test_config_of_a_users_cli_contains_the_arguments_of_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = tmp_path / "run.yaml", tmp_path / "more.yaml"
+    files[0].write_text("model: {loss: torch.nn.L1Loss}")
+    files[1].write_text("{trainer: {precision: bf16-true}, optimizer: torch.optim.SGD}")
+    args = ["doctor", "-c", str(files[0]), "--config", str(files[1])]
+    with pytest.raises(SystemExit, match="1"):
+        LightningMPCLI(Model, args=args)
+    assert "the states of 2 parameters in bfloat16" in capsys.readouterr().out
 
 
 @pytest.mark.slow

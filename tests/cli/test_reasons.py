@@ -57,6 +57,10 @@ def _spec(name: str, **arguments: Any) -> dict[str, Any]:
         ),
         ({"callbacks": [_spec("SpikGuard")]}, "Did you mean `SpikeGuard`?"),
         (
+            {"plugins": {"class_path": "BalancedAMP", "init_arg": {"half": "fp16"}}},
+            "Option 'init_arg.half' is not accepted. Did you mean `init_args`?",
+        ),
+        (
             {"strategy": _spec("InfCLStrategy", find_unused_paramters=True)},
             "Did you mean `find_unused_parameters`?",
         ),

@@ -1,5 +1,6 @@
 """Each planted mistake is found by name, until the line of the finding is changed."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +177,27 @@ def test_batch_that_does_not_fit_is_a_finding_with_a_remedy(
     assert "A batch of 128 on 8 ranks needs" in said
 
 
-def test_unreadable_config_ends_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="doctor: pass the YAML file of a run by `--config`"):
+@pytest.mark.slow
+def test_config_from_a_pipe_is_read_once(capsys: pytest.CaptureFixture[str]) -> None:
+    reading, writing = os.pipe()
+    with open(writing, "w") as file:
+        file.write(yaml.safe_dump(config(CACHE)))
+    main(["doctor", "--config", f"/dev/fd/{reading}"])
+    os.close(reading)
+    assert capsys.readouterr().out == "Nothing found by 14 checks.\n"
+
+
+def test_unreadable_config_ends_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
         main(["doctor"])
+    assert "arguments are required: config" in capsys.readouterr().err
     (tmp_path / "run.yaml").write_text("nothing")
     with pytest.raises(SystemExit, match="holds no settings"):
+        main(["doctor", "--config", str(tmp_path / "run.yaml")])
+    (tmp_path / "run.yaml").write_bytes("a: café".encode("latin-1"))
+    with pytest.raises(SystemExit, match="run.yaml`, which is not valid YAML: 'utf-8' codec"):
         main(["doctor", "--config", str(tmp_path / "run.yaml")])
     (tmp_path / "run.yaml").write_text("trainer: [")
     with pytest.raises(SystemExit, match="run.yaml`, which is not valid YAML: while parsing"):

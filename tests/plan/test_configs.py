@@ -28,7 +28,7 @@ def subject(folder: Path, model: type, **trainer: Any) -> Any:
     path = folder / "run.yaml"
     settings = {"trainer": trainer, "model": {"class_path": f"{model.__module__}.{model.__name__}"}}
     path.write_text(yaml.safe_dump(settings))
-    return subject_of_config(str(path))
+    return subject_of_config(read_config([str(path)]))
 
 
 class TwoLoaders(WithLoader):
@@ -140,6 +140,14 @@ def test_model_that_asks_its_trainer_is_planned_with_the_ranks_of_the_config(
     assert found.found == "on tensors without memory"
     assert found.optimizer == "SGD"
     assert found.rank_batch == ROWS // 4
+
+
+def test_more_loader_batches_form_a_larger_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert subject(tmp_path, WithLoader).rank_batch == ROWS
+    main(["plan", "--config", str(tmp_path / "run.yaml"), "--gpus=2", "--loader-batches=3"])
+    assert "Batch 288 on 2 rank(s), 144 each" in capsys.readouterr().out
 
 
 def test_towers_made_by_hooks_are_found(tmp_path: Path) -> None:
@@ -282,4 +290,4 @@ def test_parts_in_files_of_their_own_are_read(
 def test_other_settings_may_name_files(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"  # for a CLI with an argument of its own
     path.write_text(yaml.safe_dump({"labels": "labels.json"}))
-    assert read_config(str(path)) == {"labels": "labels.json"}
+    assert read_config([str(path)]) == {"labels": "labels.json"}

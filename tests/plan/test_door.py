@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import ContrastiveLoss, SafeAdamW
+from lightning_mp._config_files import read_config
 from lightning_mp.cli import main
 from lightning_mp.plan.config import subject_of_config
 
@@ -74,7 +75,7 @@ def test_config_with_a_loader_in_the_model_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = config(tmp_path, WithLoader)
-    subject = subject_of_config(path)
+    subject = subject_of_config(read_config([path]))
     assert subject.pair_bytes == 4 * (12 + 6)
     assert subject.rank_batch == 2 * 48
     main(["plan", "--config", path])
@@ -92,7 +93,7 @@ def test_model_that_copies_layers_is_measured_without_warnings(
     WithCopies.made = 0
     torch.set_warn_always(True)  # also if another test of this process has caused the warning
     try:
-        subject = subject_of_config(config(tmp_path, WithCopies))
+        subject = subject_of_config(read_config([config(tmp_path, WithCopies)]))
     finally:
         torch.set_warn_always(False)
     assert subject.found == "on tensors without memory"
@@ -103,6 +104,18 @@ def test_model_that_copies_layers_is_measured_without_warnings(
 def test_config_without_a_loader_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="whose model has no `train_dataloader`"):
         main(["plan", "--config", config(tmp_path, WithoutLoader)])
+
+
+class WithoutRows(WithLoader):
+    """Its data are empty."""
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(TensorDataset(torch.randn(0, 12)), 48)
+
+
+def test_config_without_data_raises_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="whose loader yields NoneType without tensors of rows"):
+        main(["plan", "--config", config(tmp_path, WithoutRows)])
 
 
 def test_batch_of_less_than_a_pair_per_rank_is_refused(tmp_path: Path) -> None:

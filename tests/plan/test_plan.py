@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from examples.glyph_clip.model import GlyphCLIP
 from lightning_mp import InfCLStrategy
+from lightning_mp._config_files import read_config
 from lightning_mp.cli import main
 from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.command import pairs_of
@@ -263,13 +264,13 @@ def test_optimizer_of_the_config_precedes_that_of_the_model(
     config["optimizer"]["init_args"] = {"lr": 0.1, "momentum": 0.9}
     config["model"] = {"class_path": "tests.plan.test_plan.LooksAtValues"}
     path.write_text(yaml.safe_dump(config))
-    subject = subject_of_config(str(path))
+    subject = subject_of_config(read_config([str(path)]))
     assert subject.found == "on tensors without memory"
     assert subject.optimizer == "SGD"
     assert subject.states == {"float32": 4 * subject.parameters, "bfloat16": 2 * subject.parameters}
     # "auto" is determined by a run, so the plan uses the default.
-    assert subject_of_config("examples/text_to_text.yaml").micro_batch == 256
-    own = subject_of_config(CONFIG)
+    assert subject_of_config(read_config(["examples/text_to_text.yaml"])).micro_batch == 256
+    own = subject_of_config(read_config([CONFIG]))
     assert own.optimizer == "AdamW"
     assert own.states["float32"] == pytest.approx(8 * own.parameters, rel=1e-3)  # + step counts
 
@@ -302,7 +303,7 @@ def test_demo_is_predicted_within_15_percent_of_its_peak(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         measured = peak_allocated(run)
-    subject = replace(subject_of_config(CONFIG), micro_batch=micro_batch)
+    subject = replace(subject_of_config(read_config([CONFIG])), micro_batch=micro_batch)
     assert subject.found == "on tensors without memory"
     machine = Machine(1, 16 * GIB, 16 * GIB, 1, "cpu")
     predicted = memory(METHODS[-1], batch, subject, machine).peak

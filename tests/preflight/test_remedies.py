@@ -162,6 +162,8 @@ def test_command_prints_settings_that_remedy_the_error(
     assert "is safe for this model" in run("preflight", "--config", str(pasted))
     config["trainer"].update(yaml.safe_load(pasted.read_text())["trainer"])
     assert "is safe for this model" in run("preflight")
+    with pytest.raises(SystemExit, match="the page could not be written to"):
+        run("preflight", "--dirpath", str(path / "pages"))  # `path` is a file
     config["trainer"].update(enable_checkpointing=False, enable_progress_bar=False, callbacks=[])
     run("fit")
 
