@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from lightning_mp import BalancedAMP
+from lightning_mp.callbacks._report.data import report_data
 from lightning_mp.callbacks._rules.records import Sample, StepFacts
 from lightning_mp.callbacks.adam_state_monitor import AdamStateMonitor
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
@@ -153,19 +154,20 @@ def test_report_under_a_loss_scale_counts_skips_and_marks_non_finite_values(
     assert torch.__version__ in facts["Versions"]
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
-def test_report_counts_every_skipped_step_of_a_long_run() -> None:
+def test_report_counts_every_skipped_and_non_finite_step_of_a_long_run() -> None:
     report = InstabilityReport()
     for step in range(9000):
-        scales = {"loss_scale": 2.0, "next_loss_scale": 1.0, "skipped": True}
+        scales = {"loss_scale": 2.0, "next_loss_scale": 1.0, "skipped": True, "loss": math.nan}
         facts = StepFacts(step=step, global_step=0, epoch=0, batch_idx=step, rank=0, **scales)  # type: ignore[arg-type]
         report.judge(Sample(facts))
     skipped = report.history.curves["skipped"]
     assert len(skipped) < 4096
     assert all(count == step + 1 for step, count in skipped)
+    assert report_data(report.history, [], {}, 1)["curves"]["loss"]["bad_count"] == 9000
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
 def test_report_with_monitors_has_their_maps_alarms_and_norm(tmp_path: Path) -> None:
     def kill(module: pl.LightningModule, batch_idx: int) -> None:
         if batch_idx == 30:
