@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-__all__ = ["read_config"]
+__all__ = ["class_and_arguments", "plugins_of", "read_config"]
 
 _PARTS = "trainer", "model", "data", "optimizer", "lr_scheduler"
 
@@ -34,6 +34,18 @@ def read_config(paths: Sequence[str], classes: Mapping[str, Any] | None = None) 
         path = f"{cls.__module__}.{cls.__qualname__}"
         merged[part] = {"class_path": path, "init_args": merged.get(part) or {}}
     return merged
+
+
+def class_and_arguments(described: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name of a class, without its module, and its arguments."""
+    given = described if isinstance(described, dict) else {"class_path": described}
+    return str(given.get("class_path")).rpartition(".")[2], given.get("init_args") or {}
+
+
+def plugins_of(trainer: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the class name and the arguments of each plugin in the settings of a Trainer."""
+    given = trainer.get("plugins") or []
+    return [class_and_arguments(each) for each in (given if isinstance(given, list) else [given])]
 
 
 def _read(path: Path) -> Any:

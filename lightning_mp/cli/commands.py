@@ -13,7 +13,7 @@ from lightning_mp.doctor.command import doctor
 from lightning_mp.doctor.preflight import preflight
 from lightning_mp.plan.command import plan
 
-__all__ = ["COMMANDS", "command_parser", "run_command", "summary"]
+__all__ = ["COMMANDS", "Parser", "command_parser", "run_command", "summary"]
 
 
 def report(run_dir: str) -> None:
@@ -40,7 +40,7 @@ def summary(name: str) -> str:
     return (inspect.getdoc(COMMANDS[name]) or "").partition("\n")[0]
 
 
-class _Parser(ArgumentParser):
+class Parser(ArgumentParser):
     """Appends to the error messages of jsonargparse what to change."""
 
     @override
@@ -50,7 +50,7 @@ class _Parser(ArgumentParser):
 
 def command_parser(name: str, **kwargs: Any) -> ArgumentParser:
     """Return the parser of a command, with the arguments of its function."""
-    parser = _Parser(description=summary(name), **kwargs)
+    parser = Parser(description=summary(name), **kwargs)
     if "settings" in (known := inspect.signature(COMMANDS[name]).parameters):
         parser.add_argument(
             *("-c", "--config"),

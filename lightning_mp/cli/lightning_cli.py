@@ -1,30 +1,24 @@
 """`LightningMPCLI`: LightningCLI with the classes of this package available by name."""
 
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 import lightning_mp
-from lightning_mp.cli.commands import COMMANDS, command_parser, run_command, summary
-from lightning_mp.cli.reasons import explained, reason_of
+from lightning_mp.cli.commands import COMMANDS, Parser, command_parser, run_command, summary
+from lightning_mp.cli.reasons import reason_of
 
 __all__ = ["LightningMPCLI"]
 
 
-class _Parser(LightningArgumentParser):
-    """Appends to the error messages of jsonargparse what to change."""
-
+class _Parser(Parser, LightningArgumentParser):
     @override
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
         # LightningCLI does not expose the action to which commands are added.
         self.subcommands = super().add_subcommands(*args, **kwargs)
         return self.subcommands
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        super().error(explained(message, self), ex)
 
 
 class LightningMPCLI(LightningCLI):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
+from lightning_mp._config_files import plugins_of
 from lightning_mp.callbacks import ActivationRangeMonitor, NonFiniteLocator, SpikeGuard
 from lightning_mp.cli.reasons import reason_of
 from lightning_mp.doctor.finding import Finding
@@ -61,7 +62,7 @@ def unknown_modules(run: StartedRun) -> Iterator[Finding]:
     """`fp32_modules` or `inf_clamp` names a module that the model does not have."""
     if run.model is None:
         return
-    for name, arguments in run.plugins:
+    for name, arguments in plugins_of(run.trainer_settings):
         for argument in ("fp32_modules", "inf_clamp"):
             given = arguments.get(argument) or []
             for module in given if isinstance(given, list) else []:

@@ -19,14 +19,13 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
 import lightning_mp
+from lightning_mp._config_files import plugins_of
 from lightning_mp.cli.lightning_cli import LightningMPCLI
 
 __all__ = ["StartedRun", "start"]
 
 # Arguments of `fit` in a saved config, which a Trainer does not accept.
 _OF_FIT = ("ckpt_path", "weights_only", "subcommand")
-
-_LOGGERS = ("lightning.pytorch", "lightning.fabric")
 
 
 @dataclass
@@ -61,21 +60,13 @@ class StartedRun:
         return self.settings.get("trainer") or {}
 
     @property
-    def plugins(self) -> list[tuple[str, dict[str, Any]]]:
-        """Class name and arguments of each plugin that the config names."""
-        given = self.trainer_settings.get("plugins") or []
-        found = []
-        for plugin in given if isinstance(given, list) else [given]:
-            path = plugin.get("class_path", "") if isinstance(plugin, dict) else str(plugin)
-            arguments = (plugin.get("init_args") or {}) if isinstance(plugin, dict) else {}
-            found.append((path.rpartition(".")[2], arguments))
-        return found
-
-    @property
     def has_both_precisions(self) -> bool:
         """Whether `precision` is set in addition to a plugin, which no Trainer accepts."""
         known = lightning_mp.precision.__all__
-        is_named = any(name in known or name.endswith("Precision") for name, _ in self.plugins)
+        is_named = any(
+            name in known or name.endswith("Precision")
+            for name, _ in plugins_of(self.trainer_settings)
+        )
         return is_named and self.trainer_settings.get("precision") is not None
 
 
@@ -115,18 +106,15 @@ def start(
         trainer: Arguments of the Trainer that replace those of the config.
     """
     run = StartedRun(settings)
-    loggers = {name: logging.getLogger(name).level for name in _LOGGERS}
+    logging.disable(logging.WARNING)  # messages about devices would interrupt the findings
     try:
-        for name in loggers:  # messages about devices would interrupt the findings
-            logging.getLogger(name).setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _set_up(run, callback or _StopsAfterSetUp(run, inspect), trainer)
             if run.error is not None and not run.is_set_up:
                 inspect(run)
     finally:
-        for name, level in loggers.items():
-            logging.getLogger(name).setLevel(level)
+        logging.disable(logging.NOTSET)
     return run
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from lightning_mp.plan.subject import Subject
+from lightning_mp._arguments import check_arguments
 
 __all__ = ["pairs_of", "plan"]
 
 _GPUS = 8  # GPUs of a node, if neither the command nor the config names a number
 
 
+@check_arguments(
+    **dict.fromkeys(("gpus", "gpus_per_node", "micro_batch", "loader_batches"), "[1, inf)"),
+    **dict.fromkeys(("gpu_memory", "host_memory", "network"), "(0, inf)"),
+    **dict.fromkeys(("pairs_per_second", "tflops"), "(0, inf)"),
+    workers="[0, inf)",
+)
 def plan(
     settings: dict[str, Any] | None = None,
     model: str | None = None,
@@ -64,22 +69,24 @@ def plan(
     """
     from lightning_mp.plan.estimate import Machine, Rate
     from lightning_mp.plan.formulas import GIB
+    from lightning_mp.plan.subject import PRECISIONS
     from lightning_mp.plan.table import advice, plan_lines
 
     asked = None if batch is None else pairs_of(batch, "--batch")
     per_epoch = None if pairs is None else pairs_of(pairs, "--pairs")
-    positive: dict[str, float | None] = {"gpus": gpus, "gpus-per-node": gpus_per_node}
-    positive |= {"micro-batch": micro_batch, "loader-batches": loader_batches}
-    positive |= {"gpu-memory": gpu_memory, "host-memory": host_memory, "network": network}
-    positive |= {"tflops": tflops, "pairs-per-second": pairs_per_second}
-    for name, value in positive.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"Passed `--{name} {value}`. It must be greater than 0.")
-    if workers is not None and workers < 0:
-        raise ValueError(f"Passed `--workers {workers}`. It must be at least 0.")
     if (settings is None) == (model is None):
         raise ValueError("pass either `--config` or `--model`.")
-    subject = _subject(settings, model, precision)
+    if precision is not None and precision not in PRECISIONS:
+        names = ", ".join(PRECISIONS)
+        raise ValueError(f"Passed `--precision {precision}`. It must be one of {names}.")
+    if settings is not None:
+        from lightning_mp.plan.config import subject_of_config
+
+        subject = subject_of_config(settings, precision)
+    else:
+        from lightning_mp.plan.sources import subject_of_model
+
+        subject = subject_of_model(str(model), precision or "BalancedAMP")
     given: dict[str, Any] = {"micro_batch": micro_batch, "offload": offload}
     given |= {"loader_batches": loader_batches, "workers": workers}
     subject = replace(subject, **{k: v for k, v in given.items() if v is not None})
@@ -116,19 +123,3 @@ def pairs_of(text: str, option: str) -> int:
             f"Passed `{option} {text}`. It must be a number of pairs, such as 4096, 64k or 10M."
         )
     return pairs
-
-
-def _subject(settings: dict[str, Any] | None, model: str | None, precision: str | None) -> Subject:
-    from lightning_mp.plan.subject import PRECISIONS
-
-    if precision is not None and precision not in PRECISIONS:
-        raise ValueError(
-            f"Passed `--precision {precision}`. It must be one of {', '.join(PRECISIONS)}."
-        )
-    if settings is not None:
-        from lightning_mp.plan.config import subject_of_config
-
-        return subject_of_config(settings, precision)
-    from lightning_mp.plan.sources import subject_of_model
-
-    return subject_of_model(str(model), precision or "BalancedAMP")

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.fabric.utilities.device_parser import _normalize_parse_gpu_string_input
 
+from lightning_mp._config_files import class_and_arguments, plugins_of
 from lightning_mp.plan.dry_run import DryRun
 from lightning_mp.plan.subject import PRECISIONS, Subject
 
@@ -24,7 +25,7 @@ def subject_of_config(settings: dict[str, Any], precision: str | None = None) ->
         ValueError: `PRECISIONS` lacks the precision of the config, or there is no training loader.
     """
     trainer = settings.get("trainer") or {}
-    kind, strategy = _class_and_arguments(trainer.get("strategy"))
+    kind, strategy = class_and_arguments(trainer.get("strategy"))
     chosen = precision or _precision(trainer)
     if chosen not in PRECISIONS:
         raise ValueError(
@@ -58,12 +59,6 @@ def subject_of_config(settings: dict[str, Any], precision: str | None = None) ->
     )
 
 
-def _class_and_arguments(described: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name of a class, without its module, and the arguments of the config."""
-    given = described if isinstance(described, dict) else {"class_path": described}
-    return str(given.get("class_path")).rpartition(".")[2], dict(given.get("init_args") or {})
-
-
 def _devices(devices: Any) -> int | None:
     """Return the ranks of a node; `None` if the config gives no number."""
     # For the Trainer, "2" is a number, and "0,1" or "1," are indices.
@@ -76,9 +71,7 @@ def _devices(devices: Any) -> int | None:
 
 def _precision(trainer: dict[str, Any]) -> str:
     """Return the key of `PRECISIONS` that the Trainer's settings select, or another name."""
-    plugins = trainer.get("plugins") or []
-    for plugin in plugins if isinstance(plugins, list) else [plugins]:
-        name, arguments = _class_and_arguments(plugin)
+    for name, arguments in plugins_of(trainer):
         if name.endswith("BalancedAMP"):  # also those for sharded weights
             return "BalancedAMP"
         if name in PRECISIONS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,12 +12,12 @@ from lightning_mp.contrastive._sums.agreement import share_workspace
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.plan import formulas
-from lightning_mp.plan.formulas import DENSE, INF_CL, LOCAL, OURS
+from lightning_mp.plan.formulas import DENSE, FP32, FP64, INF_CL, LOCAL, OURS
 from lightning_mp.plan.subject import Subject
 
 # fmt: off
 __all__ = ["METHODS", "Machine", "Memory", "Method", "Rate", "Seconds", "exchanged", "largest",
-           "memory", "products", "workspace_on"]
+           "memory", "products", "seconds", "workspace_on"]
 # fmt: on
 
 
@@ -94,7 +95,8 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
     seen = min(subject.micro_batch, rank_batch)
     # With offload, the device holds the micro-batches copied ahead and the one in use.
     staged = (subject.prefetch + 1) * subject.micro_batch if subject.offload else rank_batch
-    features = formulas.our_features_bytes(rank_batch, subject.width, subject.feature_itemsize)
+    # Both towers, before and after normalization.
+    features = 4.0 * rank_batch * subject.width * subject.static.activations.itemsize
     towers = subject.towers.values()
     # A step that pools tokens outside of a tower has gradients of all tokens of one call.
     tokens = rank_batch * max(t.tokens_per_pair for t in towers)
@@ -108,25 +110,21 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
     if method.cached:
         # During a replay, the gradients of the running tower for this micro-batch and the gradients
         # of the features exist in addition.
-        backbone += max(seen * t.peak_per_row + formulas.FP32 * t.parameters for t in towers)
+        backbone += max(seen * t.peak_per_row + FP32 * t.parameters for t in towers)
         backbone += features / 2
     else:  # the towers' graphs exist while the loss is computed, and until their own backward
         saved = rank_batch * sum(t.saved_per_pair for t in towers)
         rising = rank_batch * max(0.0, *(t.peak_per_row - t.saved_per_pair for t in towers))
         backbone, loss = backbone + saved + rising, loss + saved
+    # Every worker has two loader batches ready (`prefetch_factor`), besides the batch in use.
+    loaded = rank_batch * (1 + 2 * subject.workers / subject.loader_batches)
     return Memory(
         static=static,
         data=min(staged, rank_batch) * subject.pair_bytes,
         features=features + tokens,
         loss=loss,
         backbone=backbone,
-        host=formulas.host_bytes(
-            rank_batch=rank_batch,
-            pair_bytes=subject.host_pair_bytes,
-            ranks=machine.ranks_per_node,
-            workers=subject.workers,
-            loader_batches=subject.loader_batches,
-        ),
+        host=machine.ranks_per_node * loaded * subject.host_pair_bytes,
     )
 
 
@@ -165,13 +163,16 @@ def products(method: Method, batch: int, subject: Subject, machine: Machine) -> 
 def exchanged(
     method: Method, batch: int, subject: Subject, machine: Machine
 ) -> tuple[float, float]:
-    """Return the bytes that a rank sends for a loss and its backward, and its FLOPs."""
+    """Return the bytes that a rank sends for a loss and its backward, and its FLOPs.
+
+    The forward sends the texts of a shard to every other rank, and the sums of its columns; the
+    backward sends the texts again, their log-sum-exps, and their gradients in fp32.
+    """
     ranks, width = machine.gpus, subject.width
+    pair_bytes = width * (2 * subject.static.activations.itemsize + FP32) + 2 * FP64
     shared = 1 if method.loss == DENSE else ranks  # every rank computes CLIP's whole dense loss
-    return (
-        formulas.exchange_bytes(batch / ranks, ranks, width, subject.feature_itemsize),
-        formulas.loss_flops(batch, shared, width, products(method, batch, subject, machine)),
-    )
+    flops = 2 * products(method, batch, subject, machine) * batch**2 * width / shared
+    return (ranks - 1) * batch / ranks * pair_bytes, flops
 
 
 @dataclass(frozen=True)
@@ -183,30 +184,22 @@ class Rate:
     bytes_per_second: float  # sent by a rank
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Time of one step."""
+class Seconds(NamedTuple):
+    """Time of a step and of its parts."""
 
     towers: float
     loss: float
     exchange: float
+    step: float
 
-    @classmethod
-    def of(
-        cls, method: Method, batch: int, subject: Subject, machine: Machine, rate: Rate
-    ) -> Seconds:
-        """Return the time of a step with a method."""
-        sent, flops = exchanged(method, batch, subject, machine)
-        # The rate includes the replay, which does not exist without a gradient cache.
-        whole, work = (subject.flops_per_pair(cached=cached) for cached in (True, method.cached))
-        share = work / whole if whole else 1.0
-        return cls(
-            towers=share * batch / machine.gpus / rate.pairs_per_second,
-            loss=flops / rate.flops_per_second,
-            exchange=sent / rate.bytes_per_second,
-        )
 
-    @property
-    def step(self) -> float:
-        """Time of the step; transfers overlap with the products."""
-        return self.towers + max(self.loss, self.exchange)
+def seconds(method: Method, batch: int, subject: Subject, machine: Machine, rate: Rate) -> Seconds:
+    """Return the time of a step with a method."""
+    sent, flops = exchanged(method, batch, subject, machine)
+    # The rate includes the replay, which does not exist without a gradient cache.
+    whole, work = (subject.flops_per_pair(cached=cached) for cached in (True, method.cached))
+    share = work / whole if whole else 1.0
+    towers = share * batch / machine.gpus / rate.pairs_per_second
+    loss, exchange = flops / rate.flops_per_second, sent / rate.bytes_per_second
+    # Transfers overlap with the products.
+    return Seconds(towers, loss, exchange, towers + max(loss, exchange))

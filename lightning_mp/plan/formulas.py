@@ -18,9 +18,8 @@ import bisect
 from collections.abc import Callable
 
 __all__ = [
-    "CLIP_PRODUCTS", "DENSE", "FP32", "GIB", "INF_CL", "INF_CL_PRODUCTS",
-    "LOCAL", "OURS", "OUR_PRODUCTS", "epoch_hours", "exchange_bytes", "host_bytes",
-    "largest_batch", "loss_bytes", "loss_flops", "our_features_bytes",
+    "CLIP_PRODUCTS", "DENSE", "FP32", "FP64", "GIB", "INF_CL", "INF_CL_PRODUCTS",
+    "LOCAL", "OURS", "OUR_PRODUCTS", "epoch_hours", "largest_batch", "loss_bytes",
 ]  # fmt: skip
 
 GIB = 2**30
@@ -48,11 +47,6 @@ OUR_FEATURES = 8.0  # at most; tests hold `ContrastiveLoss` to it
 OUR_VECTORS = 16  # at most; 1/24 of the features at D = 768
 
 
-def our_features_bytes(rank_batch: float, width: int, itemsize: int = FP32) -> float:
-    """Return the bytes of both towers' features, before and after normalization."""
-    return 4.0 * rank_batch * width * itemsize
-
-
 def loss_bytes(
     method: str, batch: float, ranks: int, width: int, workspace_bytes: int = 0
 ) -> float:
@@ -78,18 +72,6 @@ def loss_bytes(
     return FP32 * features * rank_batch * width
 
 
-def host_bytes(
-    *, rank_batch: float, pair_bytes: float, ranks: int, workers: int, loader_batches: int = 1
-) -> float:
-    """Return the bytes of data that the ranks of a node hold in host memory.
-
-    Every worker of a `DataLoader` has two loader batches ready (`prefetch_factor`), besides the
-    rank batch in use.
-    """
-    ready = workers * 2 * rank_batch / loader_batches
-    return ranks * pair_bytes * (rank_batch + ready)
-
-
 def largest_batch(peak: Callable[[int], float], budget: float, step: int) -> int:
     """Return the largest multiple of `step` whose peak fits, or 0; peaks must not decrease."""
     # Few evaluations, because a caller may measure each peak with a run.
@@ -102,20 +84,6 @@ def largest_batch(peak: Callable[[int], float], budget: float, step: int) -> int
             return fits * step
     between = range(fits + 1, 2 * fits)
     return step * (fits + bisect.bisect(between, budget, key=lambda n: peak(n * step)))
-
-
-def loss_flops(batch: int, ranks: int, width: int, products: float) -> float:
-    """Return the FLOPs of a rank in a loss with `products` products of `2 b B D`."""
-    return 2.0 * products * batch * batch / ranks * width
-
-
-def exchange_bytes(rank_batch: float, ranks: int, width: int, itemsize: int = FP32) -> float:
-    """Return the bytes that a rank sends for the loss, the same by ring and by slices.
-
-    The forward sends the texts of a shard to every other rank, and the sums of its columns; the
-    backward sends the texts again, their log-sum-exps, and their gradients in fp32.
-    """
-    return (ranks - 1) * rank_batch * (2 * width * itemsize + width * FP32 + 2 * FP64)
 
 
 def epoch_hours(pairs: int, batch: int, step_seconds: float) -> float:

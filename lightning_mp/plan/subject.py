@@ -125,11 +125,6 @@ class Subject:
         """Feature width D."""
         return next(iter(self.towers.values())).width
 
-    @property
-    def feature_itemsize(self) -> int:
-        """Bytes of a feature's value."""
-        return self.static.activations.itemsize
-
     def flops_per_pair(self, *, cached: bool) -> float:
         """Return the FLOPs of a forward and backward of a pair through all towers."""
         # A gradient cache runs the forward twice, except for frozen towers.

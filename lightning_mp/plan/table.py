@@ -6,7 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lightning_mp.plan.estimate import METHODS, Machine, Rate, Seconds, exchanged, largest, memory
+from lightning_mp.plan.estimate import (
+    METHODS,
+    Machine,
+    Rate,
+    Seconds,
+    exchanged,
+    largest,
+    memory,
+    seconds,
+)
 from lightning_mp.plan.formulas import GIB, epoch_hours
 from lightning_mp.plan.subject import PRECISIONS, Subject
 
@@ -92,7 +101,6 @@ def plan_lines(
 
 
 _BYTES = "static", "data", "features", "loss", "backbone", "peak"
-_SECONDS = "towers", "loss", "exchange", "step"
 
 
 def _statics(subject: Subject) -> Iterator[tuple[str, ...]]:
@@ -117,11 +125,11 @@ def _memories(subject: Subject, machine: Machine, batch: int) -> Iterator[tuple[
 def _time_rows(
     subject: Subject, machine: Machine, batch: int, rate: Rate, pairs: int | None
 ) -> Iterator[tuple[str, ...]]:
-    yield "seconds of a step", *_SECONDS, "epoch"
+    yield "seconds of a step", *Seconds._fields, "epoch"
     for method in METHODS:
-        seconds = Seconds.of(method, batch, subject, machine, rate)
-        hours = "-" if pairs is None else f"{epoch_hours(pairs, batch, seconds.step):,.2f} h"
-        yield method.name, *(f"{getattr(seconds, name):,.3g}" for name in _SECONDS), hours
+        found = seconds(method, batch, subject, machine, rate)
+        hours = "-" if pairs is None else f"{epoch_hours(pairs, batch, found.step):,.2f} h"
+        yield method.name, *(f"{each:,.3g}" for each in found), hours
 
 
 def advice(subject: Subject, machine: Machine, batch: int) -> str:

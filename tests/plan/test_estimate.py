@@ -48,6 +48,22 @@ def test_products_of_one_process_equal_the_plan(batch: int) -> None:
     assert exchanged(OURS, batch, subject, machine)[1] == pytest.approx(_counted(batch), rel=1e-12)
 
 
+def test_exchange_counts_texts_twice_and_their_gradients() -> None:
+    # 7 of 8 shards of 1,000 pairs: fp16 texts in both passes, fp32 gradients, two float64 vectors.
+    subject = _subject("BalancedAMP")
+    sent, _ = exchanged(OURS, 8000, subject, _machine(8, "cpu"))
+    assert sent == 7 * 1000 * (4 * WIDTH + 4 * WIDTH + 16)
+    assert exchanged(OURS, 1000, subject, _machine(1, "cpu"))[0] == 0
+
+
+def test_host_holds_the_batch_and_prefetched_batches() -> None:
+    subject, machine = _subject("32-true"), _machine(2, "cpu")
+    loading = dataclasses.replace(subject, pair_bytes=1000.0, workers=8)
+    assert memory(OURS, 2048, loading, machine).host == 2 * 1000 * 1024 * (1 + 16)
+    loading = dataclasses.replace(loading, loader_batches=8)
+    assert memory(OURS, 2048, loading, machine).host == 2 * 1000 * 1024 * (1 + 2)
+
+
 def _multiplied(rows: int, ranks: int) -> int:
     """Count the logits that one of many ranks computes in both sweeps, without the other ranks.
 

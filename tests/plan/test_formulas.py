@@ -35,18 +35,6 @@ def test_bytes_of_our_loss_are_eight_copies_vectors_and_a_workspace() -> None:
     assert loss_bytes(OURS, 16_384, 4, 512, 2**20) == expected
 
 
-def test_exchange_counts_texts_twice_and_their_gradients() -> None:
-    # 7 of 8 shards of 1,000 pairs: fp16 texts in both passes, fp32 gradients, two float64 vectors.
-    assert formulas.exchange_bytes(1000, 8, 512, itemsize=2) == 7 * 1000 * (4 * 512 + 4 * 512 + 16)
-    assert formulas.exchange_bytes(1000, 1, 512) == 0
-
-
-def test_host_holds_the_batch_and_prefetched_batches() -> None:
-    node = {"rank_batch": 1024.0, "pair_bytes": 1000.0, "ranks": 2, "workers": 8}
-    assert formulas.host_bytes(**node) == 2 * 1000 * 1024 * (1 + 16)
-    assert formulas.host_bytes(**node, loader_batches=8) == 2 * 1000 * 1024 * (1 + 2)
-
-
 def test_peak_takes_the_larger_of_loss_and_backbone() -> None:
     for loss, peak in ((8.0, 23.0), (32.0, 39.0)):
         need = Memory(static=4.0, data=1.0, features=2.0, loss=loss, backbone=16.0, host=0.0)
@@ -59,8 +47,7 @@ def test_largest_batch_is_the_last_that_fits(limit: int) -> None:
     assert found == limit // 8 * 8
 
 
-def test_times_follow_from_counts() -> None:
-    assert formulas.loss_flops(1024, 4, 256, products=4) == 4 * 2 * 256 * 1024 * 256
+def test_hours_of_an_epoch_follow_from_counts() -> None:
     assert formulas.epoch_hours(3_600_000, 1000, 2.0) == 2.0
 
 
