@@ -193,8 +193,7 @@ class InstabilityReport(InstabilityMonitor):
                 self.history.add_point(f"{name}_not_finite", facts.step, value)
         if facts.skipped and facts.loss_scale is not None and facts.step != self._skips:
             self._skips = facts.step
-            before = (self.history.curves.get("skipped") or [(0, 0)])[-1][1]
-            self.history.add_point("skipped", facts.step, before + 1)
+            self.history.add_point("skipped", facts.step, self.history.count("skipped") + 1)
         return []
 
     @override

@@ -52,7 +52,7 @@ def report_data(
         "counts": counts,
         "first": None if first is None else _alarm_fields(first),
         "alarms": [_alarm_fields(alarm) for alarm in _choose_alarms(alarms)],
-        "curves": dict(list(_plain_curves(curves).items())[:_MAX_CURVES]),
+        "curves": dict(list(_plain_curves(curves, own).items())[:_MAX_CURVES]),
         "maps": [
             _plain_map(name, heat, max_tensors, most_cells, alarmed) for name, heat in maps.items()
         ],
@@ -126,7 +126,7 @@ def _pick_curves(histories: Sequence["History"]) -> dict[str, _Points]:
     return curves
 
 
-def _plain_curves(curves: dict[str, _Points]) -> dict[str, Any]:
+def _plain_curves(curves: dict[str, _Points], own: "History") -> dict[str, Any]:
     plain = {}
     for name, points in curves.items():
         if name.endswith(_NON_FINITE):
@@ -142,7 +142,7 @@ def _plain_curves(curves: dict[str, _Points]) -> dict[str, Any]:
             "steps": [step for step, _ in good],
             "values": [_digits(value, digits) for _, value in good],
             "bad": [[step, str(value)] for step, value in chosen],
-            "bad_count": len(bad),
+            "bad_count": max(len(bad), own.count(name + _NON_FINITE)),  # a long curve drops points
         }
     return plain
 

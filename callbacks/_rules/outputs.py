@@ -13,7 +13,7 @@ _NEWEST, _LEAST = 16, 5  # largest and smallest number of samples of a line
 # A slope is significant beyond 6 standard errors. Normal noise exceeds this in one of 200 lines
 # with 3 degrees of freedom, the minimum, and in one of 6000 with ten samples.
 _SIGNIFICANT = 6.0
-_FIRST, _KEPT = 5, 64  # samples of the median that is a level; samples that are stored
+_LEVEL = 5  # samples of the median that is a level
 # Least level of an alarm. If the logits of two keys differ by 20, softmax gives one key a weight of
 # 2e-9. Near 50, bf16 rounds output logits by up to 0.125, which changes a probability by an eighth.
 # Entropy is stored as its inverse, so 50 means an entropy share of 0.02.
@@ -66,8 +66,9 @@ class LogitRule(GrowthRule):
         self, kind: str, name: str, step: int, value: float, limit: float = math.inf
     ) -> Verdict | None:
         key = f"{kind}:{name}"
-        kept = self._samples[key] = [*self._samples.get(key, []), value][-_KEPT:]
-        usual, grown = statistics.median(kept[:_FIRST]), statistics.median(kept[-_FIRST:])
+        kept = self._samples[key] = [*self._samples.get(key, []), value]
+        del kept[_LEVEL:-_LEVEL]  # the first and the latest level
+        usual, grown = statistics.median(kept[:_LEVEL]), statistics.median(kept[-_LEVEL:])
         self.add(key, step, -math.log2(grown + 1e-30))
         if value > limit:
             return Verdict(kind, value, limit, tensor=name)

@@ -191,6 +191,10 @@ class History:
                 del points[1::2]
                 self._strides["curve " + name] *= 2
 
+    def count(self, name: str) -> int:
+        """Return the number of points that a curve has received, also of those that it dropped."""
+        return self._seen.get("curve " + name, -1) + 1
+
     def add_column(self, name: str, step: int, values: Mapping[str, float]) -> None:
         """Add values of a step to a heat map; new tensors get a new row."""
         heat = self.maps.setdefault(name, {"names": [], "columns": []})

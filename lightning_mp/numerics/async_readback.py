@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["AsyncReadback", "Readback", "send"]
+__all__ = ["AsyncReadback", "Readback", "as_scalar", "send"]
 
 
 class Readback(NamedTuple):
@@ -25,6 +25,14 @@ def send(values: Tensor, device: torch.device) -> Tensor:
         return values.to(device)
     # A copy from pageable memory would wait for the device.
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def as_scalar(number: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a 0-d tensor on a device, without waiting unless the host needs it."""
+    if isinstance(number, Tensor):
+        # A copy to the host must be synchronous.
+        return number.detach().to(device, dtype, non_blocking=device.type != "cpu").reshape(())
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 class _InFlight(NamedTuple):

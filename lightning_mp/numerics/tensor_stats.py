@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.numerics.async_readback import as_scalar
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_stats import row_stats
 from lightning_mp.numerics.stats_view import StatField, TensorStats
@@ -146,7 +147,7 @@ def _group_stats(
     """Return the statistics of flat tensors on one device, computed in one dtype."""
     # Dividing the bound costs one scalar operation; scaling the values would cost a pass.
     wide = state_dtype(device)
-    factor, by_scale = (_scalar(number, wide, device) for number in (unscale, scale))
+    factor, by_scale = (as_scalar(number, wide, device) for number in (unscale, scale))
     subnormal = (_SMALLEST_NORMAL / (factor * by_scale).abs()).to(dtype)
     if dtype == torch.float32 and triton_problem(device) is None:
         # Imported here, because Triton exists on Linux only.
@@ -160,14 +161,6 @@ def _group_stats(
         stats_NK[:, StatField.AMAX] *= factor.abs()
         stats_NK[:, StatField.SUM_OF_SQUARES] *= factor.square()
     return stats_NK
-
-
-def _scalar(number: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number as a 0-d tensor on a device, without a sync if possible."""
-    if isinstance(number, Tensor):
-        # A copy to the host must be synchronous.
-        return number.detach().to(device, dtype, non_blocking=device.type != "cpu").reshape(())
-    return torch.full((), number, dtype=dtype, device=device)
 
 
 def _checked(tensor: Tensor, index: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.numerics.async_readback import as_scalar
 from lightning_mp.numerics.floats import HALF_DTYPES, accumulation_dtype
 from lightning_mp.numerics.small_chunks import SmallChunks
 from lightning_mp.numerics.tensor_stats import local_shard
@@ -235,11 +236,11 @@ class SafeAdamW(Optimizer):
         device = batch.params[0].device
         grad_scale = getattr(self, "grad_scale", None)
         if grad_scale is not None:
-            grad_scale = grad_scale.reshape(()).to(device, non_blocking=True)
+            grad_scale = as_scalar(grad_scale, torch.float32, device)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:
             # GradScaler sums the flags of all devices, so the value can exceed 1.
-            found_inf = (found_inf.reshape(()) != 0).to(device, torch.float32, non_blocking=True)
+            found_inf = as_scalar(found_inf != 0, torch.float32, device)
         # Only the device knows whether the step is skipped, so a skip is subtracted again below.
         torch._foreach_add_(batch.steps, 1)
         options = AdamWOptions(

@@ -187,6 +187,17 @@ def test_large_but_constant_log_z_is_no_drift() -> None:
     assert found == [None] * 40
 
 
+def test_slow_growth_of_logits_is_relative_to_the_first_samples() -> None:
+    rule = LogitRule()
+    found = [rule.judge("output_logit", "head", step, 10 * 1.02**step) for step in range(200)]
+    alarms = [(step, verdict) for step, verdict in enumerate(found) if verdict is not None]
+    step, verdict = alarms[0]
+    usual = 10 * 1.02**2  # the median of the first five
+    assert verdict.numbers["usual"] == pytest.approx(usual)
+    assert verdict.threshold == pytest.approx(8 * usual)
+    assert 1.02 ** (step - 5) < 8 * 1.02**2 < 1.02**step
+
+
 class Mixture(Learner):
     def __init__(self) -> None:
         super().__init__(12)

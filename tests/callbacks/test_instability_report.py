@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.optim import SGD
 
 from lightning_mp import BalancedAMP
+from lightning_mp.callbacks._report.data import report_data
+from lightning_mp.callbacks._rules.records import Sample, StepFacts
 from lightning_mp.callbacks.adam_state_monitor import AdamStateMonitor
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
 from lightning_mp.callbacks.instability_report import InstabilityReport
@@ -150,6 +152,18 @@ def test_report_under_a_loss_scale_counts_skips_and_marks_non_finite_values(
     assert facts["Model"].startswith("Watched, ")
     assert "world size 1" in facts["Strategy"]
     assert torch.__version__ in facts["Versions"]
+
+
+def test_report_counts_every_skipped_and_non_finite_step_of_a_long_run() -> None:
+    report = InstabilityReport()
+    for step in range(9000):
+        scales = {"loss_scale": 2.0, "next_loss_scale": 1.0, "skipped": True, "loss": math.nan}
+        facts = StepFacts(step=step, global_step=0, epoch=0, batch_idx=step, rank=0, **scales)  # type: ignore[arg-type]
+        report.judge(Sample(facts))
+    skipped = report.history.curves["skipped"]
+    assert len(skipped) < 4096
+    assert all(count == step + 1 for step, count in skipped)
+    assert report_data(report.history, [], {}, 1)["curves"]["loss"]["bad_count"] == 9000
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_mp.numerics.async_readback import as_scalar
 from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.split_weights import (
     batches,
@@ -110,16 +111,17 @@ def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
     moments = exp_avgs if skip is None else [m.clone() for m in exp_avgs]
     squares = exp_avg_sqs if skip is None else [v.clone() for v in exp_avg_sqs]
 
+    correction1, correction2 = bias_corrections(batch.steps, options.beta1, options.beta2)
+    lr = as_scalar(options.lr, correction1.dtype, correction1.device)
     if options.weight_decay != 0:
-        _scale_(weights, 1 - options.lr * options.weight_decay)
+        torch._foreach_mul_(weights, (1 - lr * options.weight_decay).to(weights[0].dtype))
     torch._foreach_lerp_(moments, gradients, 1 - options.beta1)
     torch._foreach_mul_(squares, options.beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - options.beta2)
 
-    correction1, correction2 = bias_corrections(batch.steps, options.beta1, options.beta2)
     roots = list(torch._foreach_sqrt(squares))
     torch._foreach_div_(roots, _scalars(correction2.sqrt(), roots[0].dtype))
-    rates = _rate_like(options.lr, correction1)
+    rates = lr.expand_as(correction1)
     # Must come before epsilon is added to the roots in place below.
     if options.clip_update_rms is not None:
         rms = _update_rms(gradients, roots, options.eps).to(rates.dtype)
@@ -182,20 +184,6 @@ def _working_copies(
     if params[0].dtype != dtype:
         return [p.to(dtype) for p in params]
     return params if skip is None else [p.clone() for p in params]
-
-
-def _scale_(tensors: list[Tensor], factor: float | Tensor) -> None:
-    if isinstance(factor, Tensor):
-        factor = factor.detach().reshape(()).to(tensors[0].device, tensors[0].dtype)
-    torch._foreach_mul_(tensors, factor)
-
-
-def _rate_like(lr: float | Tensor, like: Tensor) -> Tensor:
-    """Return the learning rate as a tensor like `like`, without a host sync."""
-    if isinstance(lr, Tensor):  # may be on any device
-        on_device = lr.detach().reshape(()).to(like.device, like.dtype, non_blocking=True)
-        return on_device.expand_as(like)
-    return torch.full_like(like, lr)
 
 
 def _scalars(values: Tensor, dtype: torch.dtype) -> list[Tensor]:
