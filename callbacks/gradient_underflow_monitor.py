@@ -85,7 +85,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         zeros = float(stats.column(StatField.ZEROS).sum() / numel)
         subnormals = float(stats.column(StatField.SUBNORMALS).sum() / numel)
         squares = stats.column(StatField.SUM_OF_SQUARES)
-        columns = {"gradient_zero_share": stats.zero_share}
+        self.history.add_column("gradient_zero_share", facts.step, stats.zero_share)
         metrics = {
             "gradient_zero_share": zeros,
             "gradient_subnormal_share": subnormals,
@@ -94,9 +94,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         if is_fp16(self.recorder.trainer):
             headroom = stats.headroom_bits(facts.loss_scale or 1.0)
             metrics["gradient_headroom_bits"] = min(headroom.values())
-            columns["gradient_headroom_bits"] = headroom
-        for name, column in columns.items():
-            self.history.add_column(name, facts.step, column)
+            self.history.add_column("gradient_headroom_bits", facts.step, headroom)
         self.record(metrics, facts)
         # A loss of exactly 0 has no gradient; with any other loss the gradient was lost.
         is_finite = not losses[:, StatField.NON_FINITE].any()

@@ -4,7 +4,6 @@ import math
 from collections import deque
 from dataclasses import replace
 
-import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
@@ -50,7 +49,7 @@ class LossScaleMonitor(InstabilityMonitor):
     """
 
     every_step = True
-    keeps = ("steps", "skipped_steps", "skipped_in_a_row", "scale", "_window")
+    keeps = ("steps", "skipped_steps", "skipped_in_a_row", "scale", "_window", "_judged")
 
     def __init__(
         self,
@@ -77,10 +76,6 @@ class LossScaleMonitor(InstabilityMonitor):
     def skip_rate(self) -> float:
         """Share of skipped steps among the last `window_steps` steps."""
         return sum(self._window) / self.window_steps
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._judged = -1
 
     @override
     def judge(self, sample: Sample) -> list[Verdict]:

@@ -96,20 +96,20 @@ class RepresentationMonitor(SamplingMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         eager = {as_written(name): module for name, module in eager_modules(pl_module)}
-        self._losses, self._towers = {}, {}
+        chosen: set[nn.Module]
         if self.modules is None:
-            kinds = (ContrastiveLoss, MatryoshkaLoss)
             inner = {m.loss for m in eager.values() if isinstance(m, MatryoshkaLoss)}
-            losses = ((n, m) for n, m in eager.items() if isinstance(m, kinds) and m not in inner)
-            self._losses = dict(losses)
+            chosen = {m for m in eager.values() if isinstance(m, ContrastiveLoss | MatryoshkaLoss)}
+            chosen -= inner
         else:
             chosen = {m for name in self.modules for m in find_modules(pl_module, name)}
-            self._towers = {name: module for name, module in eager.items() if module in chosen}
+        found = {name: module for name, module in eager.items() if module in chosen}
+        self._losses, self._towers = (found, {}) if self.modules is None else ({}, found)
         self._rows.clear()
         self._has_frozen = not all(p.requires_grad for p in pl_module.parameters())
         trained = {n for n, m in self._towers.items() for p in m.parameters() if p.requires_grad}
         self._locked = self._towers.keys() - trained
-        if not self._losses and not self._towers:
+        if not found:
             rank_zero_warn(usage("no_features"))
 
     @override
