@@ -83,7 +83,7 @@ class InstabilityReport(InstabilityMonitor):
     """
 
     every_step = True
-    keeps = ("_starts", "_path")
+    keeps = ("_starts", "_path", "_validated", "_skips")
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class InstabilityReport(InstabilityMonitor):
             return
         self.path = None
         self._wanted = self.page_path(trainer)
-        self._end, self._is_started = {"how": "running"}, False
+        self._end, self._is_started, self._validation = {"how": "running"}, False, []
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         samplers = [c for c in callbacks if isinstance(c, GradientUnderflowMonitor)]
         self.needs_gradient_norm = not samplers  # they record the norm for the page

@@ -151,7 +151,7 @@ class SpikeGuard(InstabilityMonitor):
         self._add_windows(len(trainer.optimizers))
         self._sizes.clear()
         self._lrs.clear()
-        self._has_stepped, self._event = True, None
+        self._has_stepped, self._is_ending, self._event = True, False, None
         if self.action in ("skip", "stop"):
             self._skipper.attach(trainer)
         if self.action == "rewind":

@@ -94,6 +94,25 @@ def test_report_with_a_logger_is_in_its_folder(tmp_path: Path) -> None:
     assert read_data(Path(logger.log_dir) / "page.json")["run"]["steps"] == 2
 
 
+def test_report_of_a_resumed_run_has_the_gap_to_its_own_epoch(tmp_path: Path) -> None:
+    options = {"limit_val_batches": 2, "num_sanity_val_steps": 0}
+    path, reports = tmp_path / "last.ckpt", [InstabilityReport(), InstabilityReport()]
+    first = watch(Validated(True), [reports[0]], default_root_dir=tmp_path, **options, max_epochs=2)
+    first.save_checkpoint(path)
+    model, options["ckpt_path"] = Validated(True), str(path)  # type: ignore[assignment]
+    watch(model, [reports[1]], default_root_dir=tmp_path, **options, max_epochs=3)
+    *_, (_, gap) = reports[1].history.curves["validation_gap"]
+    assert gap == pytest.approx(7.0 - sum(model.losses) / 6, rel=1e-4)
+
+
+def test_report_of_a_second_run_counts_its_skipped_steps(tmp_path: Path) -> None:
+    report = InstabilityReport()
+    for _ in range(2):
+        model = Watched(steps=6, factor=lambda step: math.inf if step == 3 else 1.0)
+        watch(model, [report], BalancedAMP(), default_root_dir=tmp_path, max_epochs=1)
+        assert report.history.curves["skipped"] == [(3, 1.0)]
+
+
 def test_report_under_accumulation_has_the_mean_loss_of_each_step(tmp_path: Path) -> None:
     model = RecordsCourse(steps=8)
     watch(model, [InstabilityReport(dirpath=str(tmp_path))], accumulate_grad_batches=3)
