@@ -6,7 +6,7 @@ Shapes: `N` rows in total, `n` rows of a batch, `D` feature width.
 import torch
 from torch import Tensor
 
-__all__ = ["first_rows", "with_keys", "without_repeats"]
+__all__ = ["with_keys", "without_repeats"]
 
 _NO_KEY = -1  # key of a row that is never removed
 
@@ -19,19 +19,15 @@ def with_keys(ids_n: Tensor, keys_n: Tensor | None, device: torch.device) -> Ten
 
 
 def without_repeats(values_N: Tensor, ids_and_keys_N2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows and ids without the rows whose key occurred before."""
+    """Return rows and ids, in order, without the rows whose key occurred before."""
     ids_N, keys_N = ids_and_keys_N2.unbind(1)
-    first = first_rows(keys_N)
-    # Indexing copies all features, so skip it if no row is repeated, as on one rank.
-    return (values_N, ids_N) if len(first) == len(ids_N) else (values_N[first], ids_N[first])
-
-
-def first_rows(keys_N: Tensor) -> Tensor:
-    """Return the indices of the first row with each key, in order."""
     # A stable sort keeps the first row with a key first.
     order_N = keys_N.argsort(stable=True)
     sorted_N = keys_N[order_N]
     is_first_N = torch.ones_like(sorted_N, dtype=torch.bool)
     is_first_N[1:] = (sorted_N[1:] != sorted_N[:-1]) | (sorted_N[1:] == _NO_KEY)
-    # In the order of rows, because the indices select ids and features alike.
-    return order_N[is_first_N].sort().values
+    # Indexing copies all features, so skip it if no row is repeated, as on one rank.
+    if is_first_N.all():
+        return values_N, ids_N
+    first = order_N[is_first_N].sort().values
+    return values_N[first], ids_N[first]

@@ -56,7 +56,7 @@ class ContrastiveRecall(StoredRows):
         image_features: (n, D). text_features: (m, D). image_ids: (n,) and text_ids: (m,), integers
         that are unique in the data set; equal ids match. Without ids, row i matches row i.
         image_keys: (n,) and text_keys: (m,), an index of each item, to remove repeated items.
-        Returns a dict of scalars, `{image_to_text,text_to_image}_{recall@k,median_rank,mean_rank}`.
+        Returns scalars, `{image_to_text,text_to_image}_{recall@k,median_rank,mean_rank,queries}`.
 
     Raises:
         ValueError: On invalid arguments, if ranks disagree, or if no ids match.
@@ -90,8 +90,8 @@ class ContrastiveRecall(StoredRows):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        names = [f"{d}_{n}" for d in _DIRECTIONS for n in (*_value_names(top_k), "queries")]
-        check_value(self, value, names)
+        names = [*(f"recall@{k}" for k in top_k), "median_rank", "mean_rank", "queries"]
+        check_value(self, value, [f"{d}_{name}" for d in _DIRECTIONS for name in names])
         self.top_k = tuple(top_k)
         self.value = value
         self.normalize = normalize
@@ -269,10 +269,6 @@ class ContrastiveRecall(StoredRows):
         super()._sync_dist(dist_sync_fn, process_group=process_group)
         if not has_ids:
             self.image_ids, self.text_ids = [], []
-
-
-def _value_names(top_k: Sequence[int]) -> list[str]:
-    return [*(f"recall@{k}" for k in top_k), "median_rank", "mean_rank"]
 
 
 def _recalls_and_ranks(

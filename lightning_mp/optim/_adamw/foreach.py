@@ -41,7 +41,6 @@ __all__ = [
     "ATAN2_B",
     "AdamWBatch",
     "AdamWOptions",
-    "bias_corrections",
     "foreach_adamw_step",
     "log_of",
     "mix_seed",
@@ -111,7 +110,7 @@ def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
     moments = exp_avgs if skip is None else [m.clone() for m in exp_avgs]
     squares = exp_avg_sqs if skip is None else [v.clone() for v in exp_avg_sqs]
 
-    correction1, correction2 = bias_corrections(batch.steps, options.beta1, options.beta2)
+    correction1, correction2 = _bias_corrections(batch.steps, options.beta1, options.beta2)
     lr = as_scalar(options.lr, correction1.dtype, correction1.device)
     if options.weight_decay != 0:
         torch._foreach_mul_(weights, (1 - lr * options.weight_decay).to(weights[0].dtype))
@@ -144,7 +143,7 @@ def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
     round_weights(params, batch.residuals, weights, options.write_back, options.seed, skip)
 
 
-def bias_corrections(steps: Sequence[Tensor], beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+def _bias_corrections(steps: Sequence[Tensor], beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
     r"""Return :math:`1 - \beta_1^t` and :math:`1 - \beta_2^t` for each step count."""
     # Computed as 1 - 0.999**t in fp32, the first step would lose 4 of 7 digits.
     counts = torch.stack(list(steps)).to(state_dtype(steps[0].device))
