@@ -156,9 +156,8 @@ class AdamStateMonitor(SamplingMonitor):
         }
         self.record(metrics, facts)
         verdicts = self._rule.judge(
-            facts.step,
+            facts,
             [t for t in tensors if t.is_judged],  # other monitors judge non-finite tensors
-            rate=facts.lr,
             beta2=sample.context["beta2"],
             eps=sample.context["eps"],
             first=self._first,

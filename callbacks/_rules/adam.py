@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from lightning_mp.callbacks._rules.adam_statistics import AdamField
-from lightning_mp.callbacks._rules.records import Learning, Verdict
+from lightning_mp.callbacks._rules.records import Learning, StepFacts, Verdict
 from lightning_mp.callbacks._rules.underflow import ALIVE, ROUNDING, origin_of
 
 __all__ = ["AdamNumbers", "AdamStateRule"]
@@ -74,27 +74,28 @@ class AdamStateRule(Learning):
     # Whether the next steps must be sampled to confirm a high RMS.
     wants_more: bool = field(default=False, init=False)
     _usual: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
-    _highest_rate: float = field(default=0.0, init=False)
-    _last_rate: float = field(default=0.0, init=False)
-    _suspects: dict[str, int] = field(default_factory=dict, init=False)  # step of a first high RMS
+    _rates: dict[int, float] = field(default_factory=dict, init=False)  # latest, by optimizer
+    _suspects: dict[str, int] = field(default_factory=dict, init=False)  # step of the last high RMS
 
     def judge(
         self,
-        step: int,
+        facts: StepFacts,
         tensors: Collection[AdamNumbers],
         *,
-        rate: float | None,
         beta2: float,
         eps: float,
         first: Collection[str],
     ) -> list[Verdict]:
         """Add a sample of tensors with finite numbers and return verdicts; prefer `first`."""
-        self._highest_rate = max(self._highest_rate, rate or 0.0)
-        is_rising, self._last_rate = (rate or 0.0) > self._last_rate, rate or 0.0
+        step, rate = facts.step, facts.lr
+        # Neither the beginning of a warm-up nor the end of a schedule is a failure.
+        is_rising = (rate or 0.0) > self._rates.get(facts.optimizer, 0.0)
+        is_used = rate is None or rate > 1e-3 * (facts.highest_lr or 0.0)
+        self._rates[facts.optimizer] = rate or 0.0
         is_silent = all(numbers.is_zero for numbers in tensors)
         moving = [numbers.gradient_rms for numbers in tensors if not numbers.is_zero]
         rounding = ROUNDING * statistics.median(moving) if moving else 0.0
-        verdicts = self._judge_stagnant(tensors, rate, is_rising)
+        verdicts = self._judge_stagnant(tensors) if is_used and not is_rising else []
         high: list[Verdict] = []
         for numbers in tensors:
             usual = self._usual.setdefault(numbers.name, {**_UNKNOWN, "from": step})
@@ -108,7 +109,7 @@ class AdamStateRule(Learning):
                 verdicts += self._judge_epsilon(numbers, usual, eps, is_known)
                 # Only a second sample distinguishes a warm-up from a low learning rate.
                 knows_rate = is_known or (rate is not None and not is_rising)
-                verdicts += self._judge_ratio(numbers, rate, is_known, knows_rate)
+                verdicts += self._judge_ratio(numbers, is_known, knows_rate and is_used)
             if not is_known or numbers.step < _MEMORY / (1 - beta2):
                 usual["rms"] = max(usual["rms"], numbers.rms)
                 usual["below"] = max(usual["below"], numbers.below_epsilon)
@@ -135,8 +136,9 @@ class AdamStateRule(Learning):
             return []
         names = [str(verdict.tensor) for verdict in high]
         # To ignore single odd batches, the same tensor must be high again within a few steps.
-        suspects, self._suspects = self._suspects, dict.fromkeys(names, step)
+        suspects = self._suspects
         confirmed = [v for v in high if step - suspects.get(str(v.tensor), -100) <= 10]
+        suspects |= dict.fromkeys(names, step)  # beside those of other optimizers
         self.wants_more = not confirmed
         if not confirmed:
             return []
@@ -190,15 +192,11 @@ class AdamStateRule(Learning):
             found = Verdict("zero_run", steps, self.zero_run_steps, tensor=numbers.name)
             yield found.given(boost=boost, limit=_boost(math.inf, beta2))
 
-    def _judge_stagnant(
-        self, tensors: Collection[AdamNumbers], rate: float | None, is_rising: bool
-    ) -> list[Verdict]:
+    def _judge_stagnant(self, tensors: Collection[AdamNumbers]) -> list[Verdict]:
         """Judge all weights together, because they share the learning rate and the dtype."""
         moving = sum(numbers.moving for numbers in tensors)
         share = sum(numbers.stagnant for numbers in tensors) / max(moving, 1.0)
-        # Neither the beginning of a warm-up nor the end of a schedule is a failure.
-        is_used = rate is None or (not is_rising and rate > 1e-3 * self._highest_rate)
-        if share <= self.max_stagnant or not is_used:
+        if share <= self.max_stagnant:
             return []
         most = max(tensors, key=lambda numbers: numbers.stagnant)
         still = sum(numbers.stagnant > 0.5 * numbers.moving for numbers in tensors)
@@ -206,12 +204,10 @@ class AdamStateRule(Learning):
         return [verdict.given(count=still)]
 
     def _judge_ratio(
-        self, numbers: AdamNumbers, rate: float | None, is_known: bool, knows_rate: bool
+        self, numbers: AdamNumbers, is_known: bool, may_be_low: bool
     ) -> Iterator[Verdict]:
         ratio, name = numbers.ratio, numbers.name
-        # A schedule that begins or ends near 0 is no failure.
-        is_low = ratio < self.min_ratio and knows_rate
-        is_low = is_low and (rate is None or rate > 1e-3 * self._highest_rate)
+        is_low = may_be_low and ratio < self.min_ratio
         if not numbers.is_zero and (is_low or (is_known and ratio > self.max_ratio)):
             threshold, tags = (self.min_ratio, ("low",)) if is_low else (self.max_ratio, ())
             found = Verdict("update_to_weight", ratio, threshold, tensor=name, tags=tags)
