@@ -35,7 +35,7 @@ def set_up(run: StartedRun) -> Iterator[Finding]:
         return  # another check names the cause
     message = reason_of(str(run.error)) or str(run.error)
     # Errors of this package end with the remedy.
-    *what, change = re.split(r"(?<=[^.]\.)\s+(?=[A-Z])", message.strip())
+    *what, change = re.split(r"(?<=[^.]\.) +(?=[A-Z])", message.strip())
     yield Finding(
         "set-up",
         "wrong",

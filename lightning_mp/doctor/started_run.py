@@ -135,8 +135,15 @@ def _set_up(run: StartedRun, callback: Callback, trainer: dict[str, Any]) -> Non
     run.callbacks = [each for each in cli.trainer.callbacks if isinstance(each, Callback)]  # type: ignore[attr-defined]
     cli.trainer.callbacks[:] = [callback]  # type: ignore[attr-defined]
     cli.trainer.loggers = []
+    path = run.settings.get("ckpt_path")
+    # A folder is a sharded checkpoint, which needs the ranks of the run.
+    loaded = path if isinstance(callback, _StopsAfterSetUp) and os.path.isfile(str(path)) else None
+    if isinstance(path, str) and os.path.splitext(path)[1] and loaded is None:
+        why = "was not loaded" if os.path.exists(path) else "does not exist on this machine"
+        run.notes.append(f"`ckpt_path: {path}`, which {why}.")
+    options = {k: v for k, v in run.settings.items() if k == "weights_only"}
     try:
-        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=loaded, **options)
     except _SetUpError:
         pass
     except Exception as error:
@@ -160,9 +167,6 @@ def _on_this_machine(run: StartedRun) -> dict[str, Any]:
                 "The FSDP strategy, which needs a GPU, was left out. `BalancedAMP` replaces "
                 "`FSDPBalancedAMP`, whose arguments are the same."
             )
-    path = run.settings.get("ckpt_path")
-    if isinstance(path, str) and os.path.splitext(path)[1] and not os.path.exists(path):
-        run.notes.append(f"`ckpt_path: {path}`, which does not exist on this machine.")
     if run.has_both_precisions:
         changed["precision"] = None  # so that the other checks can run
     return changed

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from lightning_mp.cli import main
@@ -155,6 +156,12 @@ def test_errors_before_the_first_batch_are_findings_with_whole_sentences(
     said = told(settings, tmp_path, capsys)
     assert "Change: Set `self.automatic_optimization = False`, then access" in said
     assert "Not checked: `ckpt_path: missing.ckpt`, which does not exist on this machine." in said
+    assert said.endswith("exit 1")
+    other = {"state_dict": {"head.weight": torch.zeros(1)}, "pytorch-lightning_version": "2.6.0"}
+    torch.save(other, path := tmp_path / "other.ckpt")
+    said = told(config({}, ckpt_path=str(path)), tmp_path, capsys)
+    assert "state_dict for CLIP:" in said
+    assert "Change: Correct the setting that the error names." in said
     assert said.endswith("exit 1")
     del (settings := config({}))["data"]
     said = told(settings, tmp_path, capsys)
