@@ -53,7 +53,7 @@ class SafeAdamW(Optimizer):
     `torch.amp.GradScaler`. docs/optim/safe-adamw.md explains clipping, rounding and speed.
 
     Args:
-        params: Parameters or parameter groups in fp16, bf16, fp32 or float64.
+        params: Parameters or groups in fp16, bf16, fp32 or float64; frozen ones in any dtype.
         lr: Learning rate, a number or a one-element tensor.
         betas: Decay rates of the first and second moments, each in [0, 1).
         eps: Term added to the root of the second moment after bias correction, in fp32.
@@ -220,6 +220,7 @@ class SafeAdamW(Optimizer):
         state: dict[str, Tensor] = self.state[parameter]
         dtype = accumulation_dtype(parameter.dtype)
         if "step" not in state:
+            check_parameter(parameter, group)  # again, as it may have been frozen
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             # `zeros_like` keeps the weight's memory layout; the fused kernel copies other layouts.
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)

@@ -203,11 +203,24 @@ def test_error_for_argument_out_of_range_lists_accepted_values(
         SafeAdamW([{"params": [parameter(3)], **arguments}])
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
 def test_parameters_that_are_not_real_floats_raise(dtype: torch.dtype) -> None:
-    weight = torch.nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
     with pytest.raises(ValueError, match=f"{dtype}.*view_as_real"):
-        SafeAdamW([weight])
+        SafeAdamW([torch.nn.Parameter(torch.zeros(3, dtype=dtype))])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.int8])
+def test_frozen_parameters_may_have_any_dtype(dtype: torch.dtype) -> None:
+    quantized = torch.nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
+    trained = parameter(3)
+    optimizer = SafeAdamW([quantized, trained])
+    trained.grad = torch.ones(3)
+    optimizer.step()
+    assert list(optimizer.state) == [trained]
+    if dtype.is_complex:
+        quantized.requires_grad_().grad = torch.ones_like(quantized)
+        with pytest.raises(ValueError, match="complex64"):
+            optimizer.step()
 
 
 def test_named_parameters_and_extreme_arguments_are_accepted() -> None:

@@ -54,7 +54,8 @@ def check_group(owner: object, group: dict[str, Any]) -> None:
 
 def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
     """Raise on a parameter that the options of its group do not support."""
-    if parameter.dtype not in FLOAT_DTYPES:
+    # Frozen parameters, such as quantized weights, are never stepped.
+    if parameter.requires_grad and parameter.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"Passed a parameter of {parameter.dtype} to `SafeAdamW`. Parameters must be"
             " fp16, bf16, fp32 or float64. Pass complex ones as `torch.view_as_real(parameter)`."
