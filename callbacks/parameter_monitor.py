@@ -17,7 +17,7 @@ from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import TrainingStep, norms_of
 from lightning_mp.numerics.async_readback import send
-from lightning_mp.numerics.tensor_stats import local_shard
+from lightning_mp.numerics.tensor_stats import local_shard, stored_values
 from lightning_mp.precision._weights.ledger import parameters_of
 
 __all__ = ["ParameterMonitor"]
@@ -141,8 +141,9 @@ class ParameterMonitor(SamplingMonitor):
         """Return the number of changed values of each parameter; NaN if unknown."""
         device = shards[0].device
         # Evenly spaced, because the first rows of an embedding may belong to tokens without use.
-        chosen = [s.reshape(-1)[:: -(-s.numel() // _WATCHED) or 1] for s in shards]
-        watched = [each.to(device, non_blocking=True) for each in chosen]
+        flat = [stored_values(shard).reshape(-1) for shard in shards]
+        chosen = [values[:: -(-len(values) // _WATCHED) or 1] for values in flat]
+        watched = [values.to(device, non_blocking=True) for values in chosen]
         values = pad_sequence(watched, batch_first=True)
         count, before = self._before.get(step.optimizer, (0, values[:0]))
         self._before[step.optimizer] = step.facts.global_step, values

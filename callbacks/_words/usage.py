@@ -30,8 +30,8 @@ USAGE = {
     "whole. Compile its networks instead: `self.net = torch.compile(self.net)`.",
     "unmeasured": "`{callback}` measured no module in a step, although a sample was due. Either no "
     "module was called, or only inside a function that `torch.compile` compiles or, for "
-    "`RepresentationMonitor`, a transform of `torch.func`. Compile a module "
-    "instead: `self.net = torch.compile(self.net)`.",
+    "`RepresentationMonitor`, inside a transform of `torch.func` or with fewer than four samples. "
+    "Compile a module instead: `self.net = torch.compile(self.net)`.",
     "no_features": "`RepresentationMonitor` found no loss of lightning-mp among the modules of the "
     "model. Pass the towers: `RepresentationMonitor(modules=['image_tower', 'text_tower'])`.",
     "skip_sync": "`SpikeGuard(action='skip')` reads one flag from the device in every step, "

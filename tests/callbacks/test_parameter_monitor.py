@@ -112,6 +112,23 @@ def test_embedding_whose_first_rows_are_not_used_raises_no_alarm() -> None:
     assert kinds(watch(Tokens(), patience=20)) == []
 
 
+def test_imaginary_parts_of_complex_weights_are_compared() -> None:
+    class Phase(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.head = nn.Identity(), nn.Linear(8, 1)
+            self.turn = nn.Parameter(torch.ones(400, dtype=torch.complex64))
+            self.turn.register_hook(lambda gradient: 1j * torch.ones_like(gradient))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.head(batch).square().mean() + self.turn.real.sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([*self.head.parameters(), self.turn], lr=1e-2)
+
+    assert kinds(watch(Phase(), patience=20)) == []
+
+
 def test_branch_without_gradient_is_named_with_its_share() -> None:
     monitor = ParameterMonitor(patience=20, every_n_steps=10)
     make_trainer(callbacks=monitor).fit(Model(every=1000))
