@@ -26,7 +26,7 @@ from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, preflight_page_of, run_facts
 from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._step.batches import loss_in
-from lightning_mp.callbacks._step.training_state import scaler_of, step_of
+from lightning_mp.callbacks._step.training_state import gather_objects, scaler_of, step_of
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
 from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
@@ -205,11 +205,13 @@ class InstabilityReport(InstabilityMonitor):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the loss that `validation_step` returned or logged, and its gap to training."""
-        losses, self._validation = self._validation, []
+        of_rank = torch.stack(self._validation).tolist() if self._validation else []
+        self._validation = []
         if trainer.sanity_checking or self._wanted is None:
             return
+        losses = [loss for each in gather_objects(trainer, of_rank) for loss in each]
         logged = (v for name, v in trainer.callback_metrics.items() if _VALIDATION.search(name))
-        loss = torch.stack(losses).mean() if losses else next(logged, None)
+        loss = statistics.fmean(losses) if losses else next(logged, None)
         points = self.history.curves.get("loss", [])
         trained = [value for step, value in points if step > self._validated]
         if points:

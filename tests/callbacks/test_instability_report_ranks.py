@@ -25,6 +25,12 @@ class OnRank(Watched):
         self.losses = [*getattr(self, "losses", []), float(loss.detach())]
         return loss
 
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return torch.tensor(1.0 + self.global_rank)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         squares = [p.grad.double().square().sum() for p in self.parameters()]
         self.norms = [*getattr(self, "norms", []), float(torch.stack(squares).sum().sqrt())]
@@ -50,4 +56,5 @@ def test_report_on_two_ranks_is_written_by_rank_zero_with_the_mean_loss() -> Non
     means = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)]
     assert data["curves"]["loss"]["values"] == pytest.approx(means, rel=1e-4)
     assert data["curves"]["gradient_norm"]["values"] == pytest.approx(first["norms"], rel=1e-4)
+    assert data["curves"]["validation_loss"]["values"] == [1.5]
     assert "world size 2" in dict(data["run"]["facts"])["Strategy"]
