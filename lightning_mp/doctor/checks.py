@@ -35,7 +35,7 @@ def set_up(run: StartedRun) -> Iterator[Finding]:
         return  # another check names the cause
     message = reason_of(str(run.error)) or str(run.error)
     # Errors of this package end with the remedy.
-    *what, change = re.split(r"(?<=[^.]\.) +(?=[A-Z])", message.strip())
+    *what, change = re.split(r"(?<=[^.]\.) +(?=[A-Z])(?!Got value)", message.strip())
     yield Finding(
         "set-up",
         "wrong",
@@ -109,8 +109,8 @@ def optimizer_states(run: StartedRun) -> Iterator[Finding]:
                 f"{dtype}.",
                 "Moments and weights stop changing when an update is below half a unit in the last "
                 "place of the dtype.",
-                "plugins: BalancedAMP without `precision`, or optimizer: SafeAdamW, which keep "
-                "states in fp32.",
+                f"plugins: {run.balanced_plugin} without `precision`, or optimizer: SafeAdamW, "
+                "which keep states in fp32.",
             )
 
 
@@ -126,7 +126,7 @@ def accumulation(run: StartedRun) -> Iterator[Finding]:
             "wrong",
             f"`accumulate_grad_batches={batches}` adds gradients of {dtype}.",
             f"A gradient below {torch.finfo(dtype).eps / 2:.1e} of the accumulated sum is lost.",
-            "plugins: BalancedAMP without `precision`, which accumulates in fp32.",
+            f"plugins: {run.balanced_plugin} without `precision`, which accumulates in fp32.",
         )
 
 
@@ -140,8 +140,7 @@ def checkpoint_dtype(run: StartedRun) -> Iterator[Finding]:
                 "advice",
                 f"{_count_parameters(half)}, such as `{half[0]}`, are saved in half precision.",
                 "A run that loads the checkpoint in fp32 starts from rounded weights.",
-                "plugins: BalancedAMP or PureFP16 without `precision`, whose checkpoints hold "
-                "fp32.",
+                f"plugins: {run.balanced_plugin} without `precision`, whose checkpoints hold fp32.",
             )
 
 

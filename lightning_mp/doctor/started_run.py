@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
 import lightning_mp
-from lightning_mp._config_files import plugins_of
+from lightning_mp._config_files import class_and_arguments, plugins_of
 from lightning_mp.cli.lightning_cli import LightningMPCLI
 
 __all__ = ["StartedRun", "start"]
@@ -58,6 +58,14 @@ class StartedRun:
     def trainer_settings(self) -> dict[str, Any]:
         """The arguments of the Trainer as they were read."""
         return self.settings.get("trainer") or {}
+
+    @property
+    def balanced_plugin(self) -> str:
+        """The plugin for fp32 weights that supports the strategy of the config."""
+        strategy, _ = class_and_arguments(self.trainer_settings.get("strategy"))
+        if re.search("modelparallel|fsdp2", strategy.lower().replace("_", "")):
+            return "ModelParallelBalancedAMP"
+        return "FSDPBalancedAMP" if "fsdp" in strategy.lower() else "BalancedAMP"
 
     @property
     def has_both_precisions(self) -> bool:
@@ -158,9 +166,8 @@ def _on_this_machine(run: StartedRun) -> dict[str, Any]:
         changed["strategy"] = _in_this_process(settings["strategy"])
     if not torch.cuda.is_available():
         changed["accelerator"] = "cpu"
-        strategy = settings.get("strategy")
-        name = strategy.get("class_path", "") if isinstance(strategy, dict) else strategy
-        if "fsdp" in str(name).lower():
+        name, _ = class_and_arguments(settings.get("strategy"))
+        if "fsdp" in name.lower():
             changed["strategy"] = "auto"
             changed["plugins"] = _without_fsdp(settings.get("plugins"))
             run.notes.append(
@@ -173,9 +180,10 @@ def _on_this_machine(run: StartedRun) -> dict[str, Any]:
 
 
 def _in_this_process(strategy: Any) -> Any:
-    """Return a strategy that starts no processes by `multiprocessing`."""
+    """Return a strategy that starts no processes and has the backend of this machine."""
     if isinstance(strategy, dict) and strategy.get("init_args"):
-        arguments = {k: v for k, v in strategy["init_args"].items() if k != "start_method"}
+        removed = "start_method", "process_group_backend"
+        arguments = {k: v for k, v in strategy["init_args"].items() if k not in removed}
         return {**strategy, "init_args": arguments}
     is_name = isinstance(strategy, str)
     return re.sub(r"^ddp_(spawn|fork|notebook)", "ddp", strategy) if is_name else strategy

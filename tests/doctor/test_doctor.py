@@ -123,6 +123,7 @@ def test_planted_mistake_is_found_until_it_is_corrected(
         {"plugins": plugin("PureFP16")},
         {"strategy": "ddp_spawn_find_unused_parameters_true"},
         {"strategy": plugin("InfCLStrategy", start_method="spawn", micro_batch_size=8)},
+        {"strategy": plugin("DDPStrategy", process_group_backend="nccl")},
     ],
 )
 def test_correct_config_has_no_findings(
@@ -143,6 +144,8 @@ def test_sharded_config_is_checked_without_a_gpu(
         said = told(config({"strategy": strategy, "plugins": plugins}), tmp_path, capsys)
         assert said.startswith("Nothing found by 14 checks.")
         assert "Not checked: The FSDP strategy, which needs a GPU, was left out." in said
+    said = told(config({"strategy": strategy, "precision": "bf16-true"}), tmp_path, capsys)
+    assert "Change: plugins: FSDPBalancedAMP without `precision`, or optimizer" in said
     wrong = plugin(name, fp32_modules=["LayerNrm"])
     said = told(config({"strategy": strategy, "plugins": wrong}), tmp_path, capsys)
     assert "WRONG: unknown name in `fp32_modules`" in said
@@ -163,6 +166,10 @@ def test_errors_before_the_first_batch_are_findings_with_whole_sentences(
     assert "state_dict for CLIP:" in said
     assert "Change: Correct the setting that the error names." in said
     assert said.endswith("exit 1")
+    settings = config({"plugins": plugin("BalancedAMP", half="float16")})
+    said = told(settings, tmp_path, capsys)
+    assert "Expected a Literal['fp16', 'bf16']. Got value: float16\n" in said
+    assert "Change: Correct the setting that the error names." in said
     del (settings := config({}))["data"]
     said = told(settings, tmp_path, capsys)
     assert "The run ends before its first batch: `train_dataloader` must be implemented" in said
