@@ -194,8 +194,12 @@ class SafeAdamW(Optimizer):
                 )
             state = self._state_of(parameter, group)
             foreach = group["foreach"]
-            # Foreach ops take the fast path only for tensors of one device and dtype.
-            kind: Hashable = (parameter.device, parameter.dtype, parameter.grad.dtype)
+            # Clipping needs the RMS of the whole DTensor, not of the local shard.
+            is_whole = group["clip_update_rms"] is not None
+            mesh = getattr(parameter, "device_mesh", None) if is_whole else None
+            # Foreach ops take the fast path only for tensors of one device and dtype, and DTensors
+            # only of one mesh.
+            kind: Hashable = (parameter.device, parameter.dtype, parameter.grad.dtype, mesh)
             at_once = group["fused"] or foreach or (foreach is None and parameter.is_cuda)
             if not at_once:
                 # Limits fp32 temporaries to one large tensor, or to a chunk of small tensors.
@@ -210,8 +214,6 @@ class SafeAdamW(Optimizer):
                 (batch.residuals, state.get("residual")),
             ):
                 if tensor is not None:
-                    # Clipping needs the RMS of the whole DTensor, not of the local shard.
-                    is_whole = group["clip_update_rms"] is not None
                     collected.append(tensor if is_whole else local_shard(tensor))
             batch.steps.append(local_shard(state["step"]))
         yield from batches.values()

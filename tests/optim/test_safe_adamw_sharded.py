@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_mp.optim.safe_adamw import SafeAdamW
 from tests.processes import run_ranks
@@ -13,42 +13,49 @@ from tests.processes import run_ranks
 DTYPES = [torch.float32, torch.float16]
 
 
-def train(values: list[torch.Tensor], mesh: Any, **arguments: Any) -> list[torch.Tensor]:
+def make_values() -> list[torch.Tensor]:
+    """Return three weights of each dtype, which `train_on_rank` shards over different meshes."""
+    torch.manual_seed(0)
+    return [torch.randn(5, 3).to(dtype) for dtype in (*DTYPES, *DTYPES, *DTYPES)]
+
+
+def train(values: list[torch.Tensor], meshes: list[Any], **arguments: Any) -> list[torch.Tensor]:
     """Train with gradients whose RMS differs between shards; return the whole weights."""
 
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if mesh is None else distribute_tensor(tensor, mesh, [Shard(0)])
+    def placed(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
+        placements = [Shard(0), Replicate()]
+        return tensor if mesh is None else distribute_tensor(tensor, mesh, placements[: mesh.ndim])
 
-    weights = [torch.nn.Parameter(placed(value.clone())) for value in values]
+    weights = [
+        torch.nn.Parameter(placed(v.clone(), m)) for v, m in zip(values, meshes, strict=True)
+    ]
     optimizer = SafeAdamW(weights, lr=1e-2, **arguments)
     generator = torch.Generator().manual_seed(1)
     for step in range(4):
-        for weight, value in zip(weights, values, strict=True):
+        for weight, value, mesh in zip(weights, values, meshes, strict=True):
             gradient = torch.randn(value.shape, generator=generator)
             gradient[0] *= 10.0**step
-            weight.grad = placed(gradient.to(value.dtype))
+            weight.grad = placed(gradient.to(value.dtype), mesh)
         optimizer.found_inf = torch.tensor(float(step == 2))
         optimizer.step()
     assert all(state["step"].item() == 3 for state in optimizer.state.values())
-    return [w.detach() if mesh is None else w.detach().full_tensor() for w in weights]
+    pairs = zip(weights, meshes, strict=True)
+    return [w.detach() if mesh is None else w.detach().full_tensor() for w, mesh in pairs]
 
 
 def train_on_rank(rank: int, cases: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    values = [torch.randn(5, 3).to(dtype) for dtype in DTYPES]
+    mesh, other_mesh = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    meshes = [mesh, mesh, other_mesh, other_mesh, None, None]
     with pytest.raises(ValueError, match="sharded parameter"):
-        train(values, mesh, clip_update_rms=1.0, write_back="stochastic")
-    return [train(values, mesh, **case) for case in cases]
+        train(make_values(), meshes, clip_update_rms=1.0, write_back="stochastic")
+    return [train(make_values(), meshes, **case) for case in cases]
 
 
 @pytest.mark.distributed
 def test_sharded_parameters_step_like_whole_ones() -> None:
     cases = [{}, {"foreach": True, "rule": "atan2"}, {"clip_update_rms": 0.5}]
     cases += [{"clip_update_rms": 0.5, "foreach": True}]
-    torch.manual_seed(0)
-    values = [torch.randn(5, 3).to(dtype) for dtype in DTYPES]
     for results in run_ranks(train_on_rank, 2, cases):
         for case, sharded in zip(cases, results, strict=True):
-            for one, whole in zip(sharded, train(values, None, **case), strict=True):
-                torch.testing.assert_close(one, whole, rtol=1e-6, atol=1e-6)
+            whole = train(make_values(), [None] * 6, **case)
+            torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-6)
