@@ -50,6 +50,18 @@ def test_tables_of_a_step_are_copied_once_without_a_sync(gpu: FakeCuda) -> None:
     assert addresses == [[tensor.data_ptr() for tensor in each] for each in lists]
 
 
+def test_tables_of_many_groups_are_copied_once(gpu: FakeCuda) -> None:
+    groups = [on_device(1) for _ in range(60)]  # layer-wise learning rates
+    copies = []
+    for _ in range(2):
+        before = gpu.launches["copy"]
+        for group in groups:
+            with tables_of(*group):
+                pass
+        copies.append(gpu.launches["copy"] - before)
+    assert copies == [180, 0]
+
+
 def test_new_gradients_need_one_copy_per_stream(gpu: FakeCuda) -> None:
     lists, steps = on_device()
     with tables_of(lists, steps):

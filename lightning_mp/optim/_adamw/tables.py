@@ -6,12 +6,13 @@ addresses of gradients, which change between steps.
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_mp.numerics.async_readback import send
 from lightning_mp.optim._adamw.adamw_kernels import CHUNK, MAX_PARTS, ROWS
@@ -23,7 +24,7 @@ _Positions: TypeAlias = tuple[tuple[int, int], ...]
 _GRADS = ROWS.index("grad")
 _IS_ALIGNED = ROWS.index("is_aligned")
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
-# An optimizer has one template per group and dtype; a table takes 88 bytes per tensor.
+# Per group and dtype, whose parameters with a gradient may vary; a table takes 88 bytes per tensor.
 _MAX_TEMPLATES = 32
 _MAX_TABLES = 32
 
@@ -52,7 +53,8 @@ def tables_of(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Iterator[Ta
     """
     # If no address has changed since an earlier step, its tables are reused.
     key = _key_of(lists, steps)
-    template = _cached(_templates, key, _MAX_TEMPLATES, lambda: _TableTemplate.of(lists, steps))
+    templates = _templates.setdefault(steps[0], OrderedDict())
+    template = _cached(templates, key, _MAX_TEMPLATES, lambda: _TableTemplate.of(lists, steps))
     tables, mismatched = template.tables_of(lists)
     if not mismatched:
         yield tables
@@ -120,7 +122,8 @@ class _TableTemplate:
         return _cached(self.tables, key, _MAX_TABLES, make)
 
 
-_templates: OrderedDict[Any, _TableTemplate] = OrderedDict()
+# By the first step count of a batch, so that templates are freed with the optimizer.
+_templates: MutableMapping[Tensor, OrderedDict[Any, _TableTemplate]] = WeakTensorKeyDictionary()
 # CUDA graphs may be replayed at any time, so tables that they read are never freed.
 _captured: list[Tables] = []
 
@@ -131,7 +134,7 @@ def tables_for_capture(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Ta
     # the tables must exist before the capture; they may come from any stream, because the device is
     # idle when a capture begins.
     device, _, rest = _key_of(lists, steps)
-    for key, template in _templates.items():
+    for key, template in _templates.get(steps[0], {}).items():
         if (key[0], key[2]) == (device, rest):
             tables, mismatched = template.tables.get(_key_of_grads(lists), (None, ()))
             if tables is not None and not mismatched:
