@@ -181,7 +181,7 @@ def unused_parameters(run: StartedRun) -> Iterator[Finding]:
 
 def drop_last(run: StartedRun) -> Iterator[Finding]:
     """The last batch of a contrastive epoch is shorter than the others."""
-    loader = run.loader
+    loader = None if run.trainer is None else run.trainer.train_dataloader
     if _caching_strategy(run) is None or not isinstance(loader, DataLoader) or loader.drop_last:
         return
     try:
@@ -279,8 +279,9 @@ CHECKS: tuple[Callable[[StartedRun], Iterator[Finding]], ...] = (
 
 def _plain_optimizers(run: StartedRun) -> list[torch.optim.Optimizer]:
     """Return the optimizers, unless a plugin of this package runs them in fp32."""
-    plugin = None if run.trainer is None else run.trainer.precision_plugin
-    return [] if isinstance(plugin, ScaledPrecision) else run.optimizers
+    if run.trainer is None or isinstance(run.trainer.precision_plugin, ScaledPrecision):
+        return []
+    return run.trainer.optimizers
 
 
 def _caching_strategy(run: StartedRun) -> ServesTowers | None:

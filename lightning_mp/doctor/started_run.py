@@ -16,9 +16,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.optim import Optimizer
 
-import lightning_mp
+from lightning_mp import precision
 from lightning_mp._config_files import class_and_arguments, plugins_of
 from lightning_mp.cli.lightning_cli import LightningMPCLI
 
@@ -37,10 +36,8 @@ class StartedRun:
         trainer: The Trainer, on one device of this machine.
         model: The LightningModule.
         callbacks: The callbacks of the config.
-        optimizers: The optimizers, set up by the precision plugin.
         is_set_up: Whether the set-up is complete.
         error: The error that the config or the set-up raised.
-        loader: The training loader.
         notes: What could not be inspected, and why.
     """
 
@@ -48,10 +45,8 @@ class StartedRun:
     trainer: pl.Trainer | None = None
     model: pl.LightningModule | None = None
     callbacks: list[Callback] = field(default_factory=list)
-    optimizers: list[Optimizer] = field(default_factory=list)
     is_set_up: bool = False
     error: Exception | None = None
-    loader: Any = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -70,11 +65,8 @@ class StartedRun:
     @property
     def has_both_precisions(self) -> bool:
         """Whether `precision` is set in addition to a plugin, which no Trainer accepts."""
-        known = lightning_mp.precision.__all__
-        is_named = any(
-            name in known or name.endswith("Precision")
-            for name, _ in plugins_of(self.trainer_settings)
-        )
+        names = [name for name, _ in plugins_of(self.trainer_settings)]
+        is_named = any(n in precision.__all__ or n.endswith("Precision") for n in names)
         return is_named and self.trainer_settings.get("precision") is not None
 
 
@@ -87,11 +79,9 @@ class _StopsAfterSetUp(Callback):
         self._run, self._inspect = run, inspect
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._run.optimizers = list(trainer.optimizers)
         self._run.is_set_up = True
         try:
             trainer.fit_loop.setup_data()
-            self._run.loader = trainer.train_dataloader
         except Exception as error:
             self._run.error = error
         self._inspect(self._run)  # before plugin and strategy undo their set-up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -75,7 +76,7 @@ def _builder(name: str) -> Callable[[str], _Built]:
         import transformers
 
         is_class = hasattr(getattr(transformers, name, None), "config_class")
-        if name in CLIP_SIZES or is_class or "/" in name or "." in name:
+        if name in CLIP_SIZES or is_class or "/" in name or os.path.isdir(name):
             return _of_transformers
     raise ValueError(
         f"Passed `--model {name}`. It must be one of {', '.join(CLIP_SIZES)}, a class of "

@@ -123,6 +123,17 @@ def test_batch_of_less_than_a_pair_per_rank_is_refused(tmp_path: Path) -> None:
         main(["plan", "--config", config(tmp_path, WithLoader), "--batch", "3"])
 
 
+def test_folder_in_the_working_directory_is_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(SystemExit, match="Passed `--model mine`, whose BertConfig describes one"):
+        main(["plan", "--model", "mine", "--batch", "1k"])
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
