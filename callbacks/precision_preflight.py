@@ -79,6 +79,8 @@ class PrecisionPreflight(pl.Callback):
         plugin = trainer.precision_plugin
         most = trainer.estimated_stepping_batches  # -1 for data of unknown length
         self._wanted = self.steps if most < 0 else int(min(self.steps, most))
+        if trainer.global_step == 0:  # forget an earlier run
+            self._seen, self.result, self.failure = 0, None, None
         reason = None
         if trainer.global_step > 0:
             self._seen = self._wanted  # a resumed run was compared when it began
@@ -90,7 +92,7 @@ class PrecisionPreflight(pl.Callback):
             reason = usage("preflight_fp32", precision=str(plugin.precision))
         if reason is not None:
             self._end(reason)
-            trainer.should_stop |= self.stops
+        trainer.should_stop |= self.stops and self._seen >= self._wanted
 
     @override
     def on_train_batch_start(

@@ -1,6 +1,7 @@
 """The preflight measures errors of half precision and leaves the training unchanged."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,6 +41,23 @@ def test_errors_are_within_ulps_of_the_dtype() -> None:
             assert 2.0**-14 < each.output < 2.0**-10
             assert 4 < by_path[each.path].output / each.output < 16
             assert each.handed >= each.output / 2
+
+
+def test_second_run_is_compared_too() -> None:
+    callback, results = PrecisionPreflight(steps=1), []
+    for weak in ("cancellation", None):
+        trainer("BalancedAMP bf16", callback, max_steps=1).fit(make_words(weak), Sentences())
+        results.append(callback.result)
+    assert [result is not None and result.is_clean for result in results] == [False, True]
+
+
+def test_resumed_run_that_compares_nothing_stops_as_wanted(tmp_path: Path) -> None:
+    first = trainer("BalancedAMP bf16", [], max_steps=1)
+    first.fit(make_words(), Sentences())
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    run = trainer("BalancedAMP bf16", PrecisionPreflight(stops=True), max_steps=4)
+    run.fit(make_words(), Sentences(), ckpt_path=tmp_path / "last.ckpt")
+    assert run.global_step == 1
 
 
 def test_sparse_gradients_are_compared() -> None:
