@@ -105,7 +105,7 @@ class PrecisionPreflight(pl.Callback):
             with restored_training(trainer, batch):
                 self._compare(trainer, batch, batch_idx)
         except Exception as error:
-            text = (str(error).splitlines() or [""])[0][:200]
+            text = (str(error).splitlines() or [""])[0][:200].removesuffix(".")
             self._end(usage("preflight_failed", name=type(error).__name__, text=text))
         trainer.should_stop |= self.stops and self._seen >= self._wanted
 

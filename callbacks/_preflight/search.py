@@ -11,6 +11,7 @@ from lightning_mp.callbacks._preflight.measure import error_of, module_errors, r
 from lightning_mp.callbacks._preflight.ops import Fp32Work
 from lightning_mp.callbacks._preflight.result import MATTERS, Preflight, Remedy
 from lightning_mp.callbacks._preflight.runs import Run, Runs
+from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
 __all__ = ["preflight_step"]
@@ -28,8 +29,17 @@ def preflight_step(
     runs: Runs, before: Preflight | None, agree: Callable[[Any], Any], is_last: bool
 ) -> Preflight | None:
     """Return the result with one more step; `None` if the batch has no gradient noise."""
-    found, whole, noise = module_errors(runs)
-    if not noise:
+    measured, failure = None, None
+    try:
+        measured = module_errors(runs)
+    except Exception as error:
+        failure = error
+    # All ranks leave together, because the others would wait for a rank that is missing.
+    agreed = runs.trainer.strategy.reduce_boolean_decision
+    if not agreed(measured is not None, all=True) or measured is None:
+        raise failure or RuntimeError(usage("preflight_rank"))
+    found, whole, noise = measured
+    if not agreed(bool(noise), all=True):
         return None
     trials = _Trials(runs, whole, noise, agree)
     is_bad = agree(found.ratio) >= MATTERS

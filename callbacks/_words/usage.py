@@ -47,6 +47,7 @@ USAGE = {
     "continues.",
     "preflight_rows": "`PrecisionPreflight` compares the two halves of a batch. Pass batches of at "
     "least two rows.",
+    "preflight_rank": "The step failed on another rank.",
     "preflight_no_loss": "`training_step` returned no loss.",
     "preflight_not_finite": "The loss is {loss} in fp32, so half precision is not the cause.",
     # --- while training --------------------------------------------------------------------------

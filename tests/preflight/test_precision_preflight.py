@@ -1,5 +1,6 @@
 """The preflight measures errors of half precision and leaves the training unchanged."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,4 +211,29 @@ def test_ranks_agree_on_the_remedy() -> None:
     (first, weights), (second, others) = run_ranks(_run_on_rank, 2)
     assert first == second
     assert "blocks.1.weak" in first
+    assert torch.equal(weights, others)
+
+
+def _fail_on_second_rank(rank: int) -> tuple[str | None, Tensor]:
+    model, callback = make_words(), PrecisionPreflight(steps=2)
+    step, calls = model.training_step, []
+
+    def failing(*args: Any) -> Tensor:
+        calls.append(args)
+        if rank == 1 and len(calls) == 1:
+            raise RuntimeError("out of memory")
+        return step(*args)
+
+    model.training_step = failing  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer("BalancedAMP bf16", callback, devices=2, strategy="ddp").fit(model, Sentences())
+    return callback.failure, parameters_of(model)
+
+
+@pytest.mark.distributed
+def test_failure_on_one_rank_ends_the_comparison_on_all_ranks() -> None:
+    (first, weights), (second, others) = run_ranks(_fail_on_second_rank, 2)
+    assert "The step failed on another rank. Training continues." in str(first)
+    assert "out of memory" in str(second)
     assert torch.equal(weights, others)
