@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_mp import precision
 from lightning_mp._config_files import class_and_arguments, plugins_of
@@ -132,7 +133,7 @@ def _set_up(run: StartedRun, callback: Callback, trainer: dict[str, Any]) -> Non
     run.trainer, run.model = cli.trainer, cli.model
     run.callbacks = [each for each in cli.trainer.callbacks if isinstance(each, Callback)]  # type: ignore[attr-defined]
     cli.trainer.callbacks[:] = [callback]  # type: ignore[attr-defined]
-    cli.trainer.loggers = []
+    cli.trainer.loggers, cli.trainer.profiler = [], PassThroughProfiler()  # type: ignore[attr-defined]
     path = run.settings.get("ckpt_path")
     # A folder is a sharded checkpoint, which needs the ranks of the run.
     loaded = path if isinstance(callback, _StopsAfterSetUp) and os.path.isfile(str(path)) else None
@@ -156,6 +157,10 @@ def _on_this_machine(run: StartedRun) -> dict[str, Any]:
         changed["strategy"] = _in_this_process(settings["strategy"])
     if not torch.cuda.is_available():
         changed["accelerator"] = "cpu"
+        if str(settings.get("precision")) in ("16", "16-mixed"):
+            run.notes.append(
+                "`precision: 16-mixed`, in place of which Lightning uses bf16 on a CPU."
+            )
         name, _ = class_and_arguments(settings.get("strategy"))
         if "fsdp" in name.lower():
             changed["strategy"] = "auto"

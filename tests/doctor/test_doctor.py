@@ -152,6 +152,16 @@ def test_sharded_config_is_checked_without_a_gpu(
 
 
 @pytest.mark.slow
+def test_profiler_writes_nothing_and_fp16_on_a_cpu_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profiler = plugin("SimpleProfiler", dirpath=str(tmp_path), filename="times")
+    said = told(config({"profiler": profiler, "precision": 16}), tmp_path, capsys)
+    assert "Not checked: `precision: 16-mixed`, in place of which Lightning uses bf16" in said
+    assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.slow
 def test_errors_before_the_first_batch_are_findings_with_whole_sentences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
