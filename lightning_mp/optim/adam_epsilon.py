@@ -38,6 +38,7 @@ _EPSILON_PLACEMENTS: tuple[tuple[type[Optimizer], Callable[[_Group], Any], str],
     (optim.Adamax, lambda group: group["betas"][1], "unsquared"),
 )
 # torch's names of the second moment, which optimizers of other libraries share.
+_HAS_HALF_ADAGRAD = torch.__version__ < "2.15"
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
 
 
@@ -194,9 +195,11 @@ def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> Epsilo
     dtype = second_moments[0].dtype if second_moments else parameter.dtype
     for cls, beta2_of, placement in _EPSILON_PLACEMENTS:
         if isinstance(optimizer, cls):
-            # Fused kernels compute in fp32, except for that of Adagrad on a CPU.
-            is_exception = parameter.is_cpu and isinstance(optimizer, optim.Adagrad)
-            is_wide = group.get("fused") and not is_exception
+            # Fused kernels compute in fp32, except for that of Adagrad on a CPU before torch 2.15.
+            is_half = (
+                _HAS_HALF_ADAGRAD and parameter.is_cpu and isinstance(optimizer, optim.Adagrad)
+            )
+            is_wide = group.get("fused") and not is_half
             math_dtype = torch.float32 if is_wide else dtype
             report = epsilon_report(
                 eps=float(group["eps"]),

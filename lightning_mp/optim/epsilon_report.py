@@ -110,7 +110,7 @@ def epsilon_report(
         state_dtype: The dtype in which `v` is stored.
         math_dtype: The dtype in which a step computes; `None` means `state_dtype`, as in torch's
             single-tensor and foreach optimizers. `fused=True` computes in fp32, except for Adagrad
-            on a CPU.
+            on a CPU before torch 2.15.
 
     Raises:
         ValueError: `eps` or `beta2` is out of range.

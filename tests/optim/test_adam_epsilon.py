@@ -33,7 +33,6 @@ REFUSED: dict[str, Make] = {
     "Adamax": lambda ps: optim.Adamax(ps),
     "RMSprop-centered": lambda ps: optim.RMSprop(ps, centered=True),
     "Adagrad-foreach": lambda ps: optim.Adagrad(ps, foreach=True),
-    "Adagrad-fused": lambda ps: optim.Adagrad(ps, fused=True),
     "derived": lambda ps: Derived(ps),
 }
 # Optimizers that can step half parameters with fp32 states.
@@ -54,6 +53,10 @@ UNTOUCHED: dict[str, Make] = {
     "declared": lambda ps: Declared(ps),
     "foreign": lambda ps: Foreign(ps),
 }
+# Its kernel rounded epsilon to half on a CPU before torch 2.15.
+(REFUSED if torch.__version__ < "2.15" else UNTOUCHED)["Adagrad-fused"] = lambda ps: optim.Adagrad(
+    ps, fused=True
+)
 
 
 class Derived(optim.AdamW):

@@ -214,6 +214,7 @@ def updates_after_zeros() -> dict[int, float]:
     return updates
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch 2.15 computes in fp32")
 def test_fused_adagrad_on_a_cpu_rounds_epsilon_to_half() -> None:
     parameter = nn.Parameter(torch.ones(64, dtype=torch.float16))
     optimizer = Adagrad([parameter], eps=1e-10, fused=True)
