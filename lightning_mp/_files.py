@@ -192,13 +192,6 @@ class Failures:
                 self._causes.add(cause)
                 warnings.warn(self._words(key, error=reason, **fields), stacklevel=3)
 
-    def tried(self, key: str, effect: Callable[[], object], **fields: object) -> bool:
-        """Return whether `effect` succeeded; turn its error into a warning."""
-        with self.forgiven(key, **fields):
-            effect()
-            return True
-        return False
-
 
 def _reason(error: BaseException, before: BaseException | None) -> str:
     """Return an error in one line, without the file name, which may be temporary."""

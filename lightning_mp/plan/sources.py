@@ -117,20 +117,16 @@ def _of_transformers(name: str) -> _Built:
                 "downloads nothing. Pass a folder with its config.json, or a name of "
                 f"{', '.join(CLIP_SIZES)}."
             ) from error
-    if not (hasattr(config, "vision_config") and hasattr(config, "text_config")):
+    # `Siglip2Model` has images of any size.
+    size = getattr(getattr(config, "vision_config", None), "image_size", None)
+    if size is None or not hasattr(config, "text_config"):
         raise ValueError(
-            f"Passed `--model {name}`, whose {type(config).__name__} describes one tower. `plan` "
-            "needs a tower for images and one for texts. Pass a model with both, such as "
-            "`CLIPModel` or `SiglipModel`, or the YAML file of your own run by `--config`."
-        )
-    if not hasattr(config.vision_config, "image_size"):  # as for `Siglip2Model`
-        raise ValueError(
-            f"Passed `--model {name}`, whose images have no fixed `image_size`. Pass the YAML file "
-            "of your own run by `--config`."
+            f"Passed `--model {name}`. `plan` needs a tower for images of a fixed size and one for "
+            f"texts, which {type(config).__name__} does not describe. Pass a model with both, such "
+            "as `CLIPModel` or `SiglipModel`, or the YAML file of your own run by `--config`."
         )
     with _without_initial_values():
         model = make(config)
-    size = config.vision_config.image_size
     tokens = config.text_config.max_position_embeddings
     return model, ("get_image_features", "get_text_features"), size, tokens
 

@@ -130,15 +130,15 @@ def test_folder_in_the_working_directory_is_a_model(
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
     Path("mine/config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(SystemExit, match="Passed `--model mine`, whose BertConfig describes one"):
+    with pytest.raises(SystemExit, match="`--model mine`.*which BertConfig does not describe"):
         main(["plan", "--model", "mine", "--batch", "1k"])
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("ViTModel", "whose ViTConfig describes one tower"),
-        ("Siglip2Model", "whose images have no fixed `image_size`"),
+        ("ViTModel", "texts, which ViTConfig does not describe"),
+        ("Siglip2Model", "texts, which Siglip2Config does not describe"),
         ("CLIPConfig", "Passed `--model CLIPConfig`. It must be one of"),
     ],
 )
