@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -194,27 +194,27 @@ class SafeAdamW(Optimizer):
                 )
             state = self._state_of(parameter, group)
             foreach = group["foreach"]
-            # Clipping needs the RMS of the whole DTensor, not of the local shard.
-            is_whole = group["clip_update_rms"] is not None
-            mesh = getattr(parameter, "device_mesh", None) if is_whole else None
-            # Foreach ops take the fast path only for tensors of one device and dtype, and DTensors
-            # only of one mesh.
-            kind: Hashable = (parameter.device, parameter.dtype, parameter.grad.dtype, mesh)
+            # The RMS of a clipped DTensor is that of all shards.
+            is_sharded = group["clip_update_rms"] is not None and hasattr(parameter, "to_local")
+            # Foreach ops take the fast path only for tensors of one device and dtype.
+            kind: Hashable = (parameter.device, parameter.dtype, parameter.grad.dtype, is_sharded)
             at_once = group["fused"] or foreach or (foreach is None and parameter.is_cuda)
             if not at_once:
                 # Limits fp32 temporaries to one large tensor, or to a chunk of small tensors.
                 chunk = chunks.of(kind, parameter) if foreach is None else None
                 kind = index if chunk is None else chunk
             batch = batches.setdefault(kind, AdamWBatch())
+            if is_sharded:
+                batch.wholes.append(parameter)
             for collected, tensor in (
                 (batch.params, parameter),
-                (batch.grads, parameter.grad),
+                (batch.grads, _placed_gradient(parameter)),
                 (batch.exp_avgs, state["exp_avg"]),
                 (batch.exp_avg_sqs, state["exp_avg_sq"]),
                 (batch.residuals, state.get("residual")),
             ):
                 if tensor is not None:
-                    collected.append(tensor if is_whole else local_shard(tensor))
+                    collected.append(local_shard(tensor))
             batch.steps.append(local_shard(state["step"]))
         yield from batches.values()
 
@@ -260,7 +260,7 @@ class SafeAdamW(Optimizer):
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
-        if is_fused(batch.params[0], group):
+        if not batch.wholes and is_fused(batch.params[0], group):
             # Imported here because Triton is optional.
             from lightning_mp.optim._adamw.fused import fused_adamw_step
 
@@ -306,12 +306,19 @@ class SafeAdamW(Optimizer):
 
 def is_fused(parameter: Tensor, group: dict[str, Any]) -> bool:
     """Return whether `SafeAdamW` steps a parameter of a group by its Triton kernel."""
-    # A DTensor arrives here unwrapped only where its update is clipped.
-    if parameter.dtype == torch.float64 or hasattr(parameter, "to_local"):
+    if parameter.dtype == torch.float64:
         return False
     if group["fused"] is None:
         return group["foreach"] is None and triton_problem(parameter.device) is None
     return bool(group["fused"])
+
+
+def _placed_gradient(parameter: Any) -> Tensor:
+    """Return the gradient with the placements of its parameter; tensor parallelism leaves sums."""
+    gradient = parameter.grad
+    if type(gradient) is Tensor or not hasattr(gradient, "redistribute"):
+        return cast(Tensor, gradient)
+    return cast(Tensor, gradient.redistribute(placements=parameter.placements))
 
 
 @dataclass(frozen=True)

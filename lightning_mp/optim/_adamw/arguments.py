@@ -60,20 +60,17 @@ def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
             f"Passed a parameter of {parameter.dtype} to `SafeAdamW`. Parameters must be"
             " fp16, bf16, fp32 or float64. Pass complex ones as `torch.view_as_real(parameter)`."
         )
+    if group["fused"] and group["clip_update_rms"] is not None and hasattr(parameter, "to_local"):
+        raise ValueError(
+            f"Passed `SafeAdamW(clip_update_rms={group['clip_update_rms']!r}, fused=True)` with a"
+            " sharded parameter, of which the kernel sees one shard only. Remove `fused`."
+        )
     # Triton's interpreter runs the kernel on the CPU, for tests.
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if group["fused"] and not parameter.is_cuda and not is_interpreted:
         raise ValueError(
             f"Passed `SafeAdamW(fused=True)` with a parameter on {str(parameter.device)!r}. The"
             " fused kernel needs CUDA. Remove `fused`, or move the model to the GPU first."
-        )
-    # Clipping steps whole DTensors, which neither the kernel nor stochastic rounding supports.
-    needs_whole = group["clip_update_rms"] is not None and hasattr(parameter, "to_local")
-    if needs_whole and (group["fused"] or group["write_back"] == "stochastic"):
-        raise ValueError(
-            f"Passed `SafeAdamW(clip_update_rms={group['clip_update_rms']!r})` with a sharded"
-            " parameter and `fused=True` or `write_back='stochastic'`. Clipping by the RMS of a"
-            " sharded tensor supports neither. Remove `fused`, and pass `write_back='kahan'`."
         )
 
 

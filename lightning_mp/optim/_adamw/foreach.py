@@ -21,6 +21,7 @@ References:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,6 @@ from lightning_mp.numerics.split_weights import (
     round_stochastically,
     split_weight,
 )
-from lightning_mp.numerics.tensor_stats import local_shard
 
 __all__ = [
     "ATAN2_A",
@@ -62,6 +62,7 @@ class AdamWBatch:
     exp_avgs: list[Tensor] = field(default_factory=list)  # fp32; float64 for float64 weights
     exp_avg_sqs: list[Tensor] = field(default_factory=list)  # likewise
     residuals: list[Tensor] = field(default_factory=list)  # only for "kahan"
+    wholes: list[Tensor] = field(default_factory=list)  # DTensors of `params`, only if clipped
     # Shape [], on the device of `params`, with this step already counted.
     steps: list[Tensor] = field(default_factory=list)
 
@@ -123,7 +124,7 @@ def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
     rates = lr.expand_as(correction1)
     # Must come before epsilon is added to the roots in place below.
     if options.clip_update_rms is not None:
-        rms = _update_rms(gradients, roots, options.eps).to(rates.dtype)
+        rms = _update_rms(gradients, roots, options.eps, batch.wholes).to(rates.dtype)
         rates = rates / (rms / options.clip_update_rms).clamp_min(1)
 
     if options.rule == "adam":
@@ -190,15 +191,23 @@ def _scalars(values: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return list(values.to(dtype).unbind())
 
 
-def _update_rms(gradients: list[Tensor], roots: list[Tensor], eps: float) -> Tensor:
+def _update_rms(
+    gradients: list[Tensor], roots: list[Tensor], eps: float, wholes: Sequence[Any]
+) -> Tensor:
     # Compare roots with eps, because eps^2 underflows in half precision.
     floor = max(eps, torch.finfo(roots[0].dtype).tiny)
     ratios = torch._foreach_div(gradients, torch._foreach_clamp_min(roots, floor))
-    norms = torch._foreach_norm(ratios)
-    # The norm of a sharded tensor is reduced over the ranks.
-    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    sizes = [1 / math.sqrt(max(1, gradient.numel())) for gradient in gradients]
-    return torch.stack(torch._foreach_mul(whole, sizes))
+    norms = list(map(_whole_norm, ratios, wholes)) or torch._foreach_norm(ratios)
+    sizes = [1 / math.sqrt(max(1, tensor.numel())) for tensor in wholes or gradients]
+    return torch.stack(torch._foreach_mul(norms, sizes))
+
+
+def _whole_norm(local: Tensor, like: Any) -> Tensor:
+    """Return the norm over the shards of all ranks of a tensor that is sharded like a DTensor."""
+    layout = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    whole = type(like).from_local(local, like.device_mesh, like.placements, **layout)
+    norm: Tensor = torch.linalg.vector_norm(whole).full_tensor()
+    return norm
 
 
 def round_weights(
@@ -244,5 +253,4 @@ def round_weights(
 def _commit(old: list[Tensor], new: Sequence[Tensor], skip: Tensor | None) -> None:
     if skip is not None:
         new = [torch.where(skip, kept, taken) for kept, taken in zip(old, new, strict=True)]
-    # torch cannot copy lists of DTensors.
-    torch._foreach_copy_([local_shard(x) for x in old], [local_shard(x) for x in new])
+    torch._foreach_copy_(old, list(new))
