@@ -62,9 +62,9 @@ class AdamWBatch:
     exp_avgs: list[Tensor] = field(default_factory=list)  # fp32; float64 for float64 weights
     exp_avg_sqs: list[Tensor] = field(default_factory=list)  # likewise
     residuals: list[Tensor] = field(default_factory=list)  # only for "kahan"
-    wholes: list[Tensor] = field(default_factory=list)  # DTensors of `params`, only if clipped
     # Shape [], on the device of `params`, with this step already counted.
     steps: list[Tensor] = field(default_factory=list)
+    wholes: list[Tensor] = field(default_factory=list)  # DTensors of `params`, only if clipped
 
     @property
     def lists(self) -> list[list[Tensor]]:
