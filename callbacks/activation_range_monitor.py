@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -184,7 +185,9 @@ class ActivationRangeMonitor(SamplingMonitor):
     ) -> Iterator[Verdict]:
         chosen = [at for at, key in enumerate(sample.context["keys"]) if key.kind == kind]
         keys = [sample.context["keys"][at] for at in chosen]
-        labels = [_label(key, keys) for key in keys]
+        # With the dtype if the outputs of a module have several dtypes.
+        count = Counter(key.name for key in keys)
+        labels = [k.name if count[k.name] == 1 else f"{k.name} ({_name(k.dtype)})" for k in keys]
         ranks, facts = sample.array[:, chosen], sample.facts
         stats = merge_ranks(labels, ranks)
         largest = np.array([torch.finfo(key.dtype).max for key in keys])
@@ -237,7 +240,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             found = found.given(largest=torch.finfo(key.dtype).max, overflow=overflow)
         if found is None:
             return None
-        found = found.given(dtype=str(key.dtype).removeprefix("torch."), amax=stats.amax[label])
+        found = found.given(dtype=_name(key.dtype), amax=stats.amax[label])
         tags = (*found.tags, "fp16" if key.dtype == torch.float16 else "wide")
         kind = f"{key.kind}_{found.kind}"
         return dataclasses.replace(found, kind=kind, tensor=key.name, tags=tags)
@@ -296,7 +299,5 @@ def _rows_of_kind(sample: Sample, kind: str) -> Iterator[tuple[str, np.ndarray[A
             yield key.name, sample.array[:, at]
 
 
-def _label(key: OutputKey, keys: list[OutputKey]) -> str:
-    """Return the module's name, with the dtype if its outputs have several dtypes."""
-    is_alone = [each.name for each in keys].count(key.name) == 1
-    return key.name if is_alone else f"{key.name} ({str(key.dtype).removeprefix('torch.')})"
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
