@@ -113,7 +113,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
             worst += [replace(found, tensor=name)] if found is not None else []
         worst.sort(key=lambda v: (v.value or 0) - v.numbers["usual"], reverse=True)
         # If units have died, earlier modules have no gradient because of them.
-        gone = [name for name, share in stats.zero_share.items() if share == 1]
+        gone = {name for name, share in stats.zero_share.items() if share == 1}
         origin = None if zeros == 1 else origin_of(gone, names)
         named = [v for v in worst if v.value != 1 or str(v.tensor).rpartition(".")[0] == origin]
         worst = worst if origin is None or not named else named

@@ -47,6 +47,7 @@ class OutputSampler:
     _hooks: ExitStack = field(default_factory=ExitStack, init=False)  # the recorder's hooks
     _rows: dict[OutputKey, list[Tensor]] = field(default_factory=dict, init=False)
     _waiting: list[tuple[OutputKey, Tensor]] = field(default_factory=list, init=False)
+    _size: int = field(default=0, init=False)  # number of values that wait
 
     def start(self, hooks: ExitStack) -> None:
         """Register the hooks; rows of earlier batches of the step are kept."""
@@ -122,17 +123,17 @@ class OutputSampler:
         # `pack_stats` calls about 200 functions; none of them must reach the mode.
         with torch._C.DisableTorchFunction(), outside_transforms():
             for tensor in (unwrapped(each).detach() for each in tensors):
-                size = sum(each.numel() for _, each in self._waiting) + tensor.numel()
+                self._size += tensor.numel()
                 # A tensor that waits is copied, because the model may change it in place.
-                held = tensor.clone() if size < _TOGETHER else tensor
+                held = tensor.clone() if self._size < _TOGETHER else tensor
                 self._waiting.append((OutputKey(name, kind, tensor.dtype.to_real()), held))
-                if size >= _TOGETHER:
+                if self._size >= _TOGETHER:
                     self._measure()
         return tensors
 
     def _measure(self) -> None:
         """Measure the tensors that wait, together, because each call costs the host 0.1 ms."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._size = self._waiting, [], 0
         rows_NK = pack_stats([tensor for _, tensor in waiting]) if waiting else ()
         for (key, _), row_K in zip(waiting, rows_NK, strict=True):
             self._rows.setdefault(key, []).append(row_K)
