@@ -76,6 +76,8 @@ def merge_moments(parts_RK: Tensor) -> Tensor:
     `M4 = sum M4_r + 4 d M3_r + 6 d^2 M2_r + n_r d^4`, no large sums are subtracted. There may be
     dimensions between R and K.
     """
+    if len(parts_RK) == 1:  # most tensors are one block
+        return parts_RK[0]
     merged_K = parts_RK.sum(dim=0)
     n, mean, m2, m3, m4, absmax = parts_RK[..., :6].unbind(-1)
     merged_K[..., 1] = (n * mean).sum(dim=0) / n.sum(dim=0).clamp(min=1)
