@@ -29,6 +29,8 @@ def read_config(paths: Sequence[str], classes: Mapping[str, Any] | None = None) 
                 "`lightning-mp fit --config`."
             )
         settings = _with_files(settings.get("fit", settings), Path(path).parent, _PARTS)
+        if not isinstance(settings.get("trainer") or {}, dict):
+            raise ValueError(f"Passed `--config {path}`, whose `trainer` holds no settings.")
         merged = dict(_merged(merged, settings))
     for part, cls in (classes or {}).items():
         path = f"{cls.__module__}.{cls.__qualname__}"

@@ -11,8 +11,11 @@ from lightning.fabric.utilities.device_parser import _normalize_parse_gpu_string
 from lightning_mp._config_files import class_and_arguments, plugins_of
 from lightning_mp.plan.dry_run import DryRun
 from lightning_mp.plan.subject import PRECISIONS, Subject
+from lightning_mp.strategies import InfCLStrategy
 
 __all__ = ["subject_of_config"]
+
+_ARGUMENTS = {"towers", "micro_batch_size", "offload", "prefetch", "loader_batches_per_step"}
 
 
 def subject_of_config(settings: dict[str, Any], precision: str | None = None) -> Subject:
@@ -25,7 +28,9 @@ def subject_of_config(settings: dict[str, Any], precision: str | None = None) ->
         ValueError: `PRECISIONS` lacks the precision of the config, or there is no training loader.
     """
     trainer = settings.get("trainer") or {}
-    kind, strategy = class_and_arguments(trainer.get("strategy"))
+    kind, given = class_and_arguments(trainer.get("strategy"))
+    # Its constructor checks the arguments, and has the defaults for other strategies.
+    strategy = InfCLStrategy(**{name: given[name] for name in _ARGUMENTS & given.keys()})
     chosen = precision or _precision(trainer)
     if chosen not in PRECISIONS:
         raise ValueError(
@@ -34,9 +39,8 @@ def subject_of_config(settings: dict[str, Any], precision: str | None = None) ->
         )
     devices, nodes = _devices(trainer.get("devices")), int(trainer.get("num_nodes") or 1)
     run = DryRun(settings, ranks=(devices or 1) * nodes)
-    towers = strategy.get("towers", ["visual", "text"])
-    model, optimizers, measured, found = run.measured(towers, PRECISIONS[chosen])
-    micro_batch = strategy.get("micro_batch_size", 256)
+    model, optimizers, measured, found = run.measured(strategy.towers, PRECISIONS[chosen])
+    micro_batch = strategy.micro_batch_size
     return Subject.of(
         model,
         optimizers,
@@ -45,11 +49,11 @@ def subject_of_config(settings: dict[str, Any], precision: str | None = None) ->
         pair_bytes=run.device_bytes,
         loaded_pair_bytes=run.loaded_bytes,
         precision=chosen,
-        # The defaults of `InfCLStrategy`; 256 also stands for the result of "auto".
+        # A run determines the size of "auto".
         micro_batch=256 if micro_batch == "auto" else micro_batch,
-        offload=strategy.get("offload") == "host",
-        prefetch=strategy.get("prefetch", 2),
-        loader_batches=strategy.get("loader_batches_per_step", 1),
+        offload=strategy.offload == "host",
+        prefetch=strategy._config.prefetch,
+        loader_batches=strategy.loader_batches_per_step,
         loader_pairs=run.pairs,
         devices=devices,
         nodes=nodes,

@@ -223,6 +223,9 @@ def test_unreadable_config_ends_in_one_sentence(
     (tmp_path / "run.yaml").write_bytes("a: café".encode("latin-1"))
     with pytest.raises(SystemExit, match="run.yaml`, which is not valid YAML: 'utf-8' codec"):
         main(["doctor", "--config", str(tmp_path / "run.yaml")])
+    (tmp_path / "run.yaml").write_text("trainer: [max_steps: 2]")
+    with pytest.raises(SystemExit, match="run.yaml`, whose `trainer` holds no settings"):
+        main(["doctor", "--config", str(tmp_path / "run.yaml")])
     (tmp_path / "run.yaml").write_text("trainer: [")
     with pytest.raises(SystemExit, match="run.yaml`, which is not valid YAML: while parsing"):
         main(["doctor", "--config", str(tmp_path / "run.yaml")])

@@ -150,6 +150,12 @@ def test_more_loader_batches_form_a_larger_batch(
     assert "Batch 288 on 2 rank(s), 144 each" in capsys.readouterr().out
 
 
+def test_wrong_arguments_of_the_strategy_are_refused(tmp_path: Path) -> None:
+    strategy = {"class_path": "InfCLStrategy", "init_args": {"towers": "visual"}}
+    with pytest.raises(ValueError, match=r"Pass `towers=\['visual'\]`"):
+        subject(tmp_path, WithLoader, strategy=strategy)
+
+
 def test_towers_made_by_hooks_are_found(tmp_path: Path) -> None:
     assert set(subject(tmp_path, MadeLater).towers) == {"visual", "text"}
 
