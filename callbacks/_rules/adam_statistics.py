@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.floats import HALF_DTYPES, state_dtype
-from lightning_mp.numerics.tensor_stats import local_shard, stored_values
+from lightning_mp.numerics.tensor_stats import local_shard, placed_like, stored_values
 
 __all__ = ["AdamField", "adam_statistics", "has_second_moments", "quantized_states"]
 
@@ -110,7 +110,10 @@ def adam_statistics(
 def _values_of(optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> list[Tensor] | None:
     """Return the flat values of weight, gradient and Adam's two states, if there are any."""
     state = optimizer.state.get(parameter, {})
-    if not has_second_moments(optimizer, parameter) or not local_shard(gradient).numel():
+    if not has_second_moments(optimizer, parameter):
+        return None
+    gradient = placed_like(gradient, parameter)  # on all ranks, also those without a part
+    if not local_shard(gradient).numel():
         return None
     tensors = map(local_shard, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
     # Complex values are viewed as real and imaginary parts, as in torch's step.

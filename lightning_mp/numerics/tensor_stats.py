@@ -23,6 +23,7 @@ __all__ = [
     "first_non_finite",
     "flat_values",
     "local_shard",
+    "placed_like",
     "stored_numels",
     "stored_values",
     "tensor_stats",
@@ -53,6 +54,17 @@ def local_shard(tensor: Any) -> Tensor:
     is_plain = type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "to_local")
     local: Tensor = tensor if is_plain else tensor.to_local()
     return local
+
+
+def placed_like(gradient: Tensor, parameter: Any) -> Tensor:
+    """Return a gradient with its parameter's placements, a collective if they differ.
+
+    Under tensor parallelism, gradients may be sums that no rank has added up, or whole tensors.
+    """
+    if type(gradient) is Tensor or not hasattr(gradient, "redistribute"):
+        return gradient
+    placed: Tensor = gradient.redistribute(placements=parameter.placements)
+    return placed
 
 
 def stored_values(tensor: Tensor) -> Tensor:

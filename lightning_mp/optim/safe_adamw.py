@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.async_readback import as_scalar
 from lightning_mp.numerics.floats import HALF_DTYPES, accumulation_dtype
 from lightning_mp.numerics.small_chunks import SmallChunks
-from lightning_mp.numerics.tensor_stats import local_shard
+from lightning_mp.numerics.tensor_stats import local_shard, placed_like
 from lightning_mp.numerics.triton_support import triton_problem
 from lightning_mp.optim._adamw.arguments import (
     CHECKS,
@@ -208,7 +208,7 @@ class SafeAdamW(Optimizer):
                 batch.wholes.append(parameter)
             for collected, tensor in (
                 (batch.params, parameter),
-                (batch.grads, _placed_gradient(parameter)),
+                (batch.grads, placed_like(parameter.grad, parameter)),
                 (batch.exp_avgs, state["exp_avg"]),
                 (batch.exp_avg_sqs, state["exp_avg_sq"]),
                 (batch.residuals, state.get("residual")),
@@ -311,14 +311,6 @@ def is_fused(parameter: Tensor, group: dict[str, Any]) -> bool:
     if group["fused"] is None:
         return group["foreach"] is None and triton_problem(parameter.device) is None
     return bool(group["fused"])
-
-
-def _placed_gradient(parameter: Any) -> Tensor:
-    """Return the gradient with the placements of its parameter; tensor parallelism leaves sums."""
-    gradient = parameter.grad
-    if type(gradient) is Tensor or not hasattr(gradient, "redistribute"):
-        return cast(Tensor, gradient)
-    return cast(Tensor, gradient.redistribute(placements=parameter.placements))
 
 
 @dataclass(frozen=True)

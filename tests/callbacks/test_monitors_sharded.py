@@ -1,12 +1,16 @@
-"""Monitors on two ranks that hold different shards: FSDP 1 and 2."""
+"""Monitors on two ranks that hold different shards: FSDP 1 and 2, tensor parallelism."""
 
 import warnings
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import AdamW
 
 from lightning_mp import FSDPBalancedAMP, ModelParallelBalancedAMP
+from lightning_mp.callbacks._rules.adam_statistics import adam_statistics
 from lightning_mp.callbacks._step.training_state import TrainingStep
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from tests.callbacks.test_monitors_together import monitors
@@ -54,3 +58,22 @@ def test_ranks_with_shards_measure_the_same_and_raise_no_alarm(kind: str) -> Non
     assert {"gradient_norm", "activation_headroom_bits", "update_rms"} <= {
         n for c in curves for n in c
     }
+
+
+def _statistics(rank: int) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.arange(15.0).view(5, 3)
+    weight = torch.nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+    gradient = distribute_tensor(values, mesh, [Shard(0)])
+    optimizer = AdamW([weight])
+    weight.grad = gradient.clone()
+    optimizer.step()
+    whole = distribute_tensor(values, mesh, [Replicate()])
+    summands = DTensor.from_local(values / 2, mesh, [Partial()])
+    return [adam_statistics(optimizer, [weight], [g], 1.0) for g in (gradient, whole, summands)]
+
+
+@pytest.mark.distributed
+def test_adam_statistics_reduce_gradients_of_tensor_parallelism() -> None:
+    for expected, *others in run_ranks(_statistics, 2):
+        assert all(torch.equal(other, expected) for other in others)
