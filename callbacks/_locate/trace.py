@@ -88,8 +88,7 @@ class TracedCall:
 
     def own(self, named: Iterable[Seen]) -> list[Seen]:
         """Return the tensors of the module itself, without those of its submodules."""
-        start = len(self.inside)
-        return [s for s in named if s.path.startswith(self.inside) and "." not in s.path[start:]]
+        return [s for s in named if s.path.rpartition(".")[0] == self.name]
 
 
 class Trace:
