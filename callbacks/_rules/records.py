@@ -229,7 +229,15 @@ class History:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings, tuples, lists and dicts, for a checkpoint."""
-        return dataclasses.asdict(self)
+        # Points and columns do not change, and copying each number would delay a checkpoint.
+        return {
+            "alarms": [dataclasses.asdict(alarm) for alarm in self.alarms],
+            "curves": {name: list(points) for name, points in self.curves.items()},
+            "maps": {
+                name: {k: list(v) for k, v in heat.items()} for name, heat in self.maps.items()
+            },
+            **{name: dict(getattr(self, name)) for name in ("_strides", "_seen", "_newest")},
+        }
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "History":

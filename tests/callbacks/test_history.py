@@ -1,5 +1,7 @@
 """A `History` is bounded, evenly thinned, and restored from checkpoints."""
 
+import copy
+import dataclasses
 import io
 import math
 from typing import Any
@@ -110,6 +112,18 @@ def test_history_continues_from_a_checkpoint() -> None:
             half.add_point("x", step, step)
             half.add_column("m", step, {"a": step})
     assert half == whole
+
+
+def test_state_of_a_history_does_not_change_with_it() -> None:
+    history = History()
+    for step in range(6000):
+        history.add_point("x", step, step)
+        history.add_column("m", step, {"a": step})
+        history.add_column("m", step, {"b": -step})
+        if step in (3500, 3501):  # the last column may grow
+            state, then = history.to_dict(), copy.deepcopy(dataclasses.asdict(history))
+            assert state == then
+    assert state == then
 
 
 class _Says(InstabilityMonitor):
