@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from jsonargparse import get_loader
 
 __all__ = ["class_and_arguments", "plugins_of", "read_config"]
 
@@ -52,7 +53,8 @@ def plugins_of(trainer: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def _read(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        # As for `fit`; PyYAML itself reads 1e-3 as a string.
+        return get_loader("yaml")(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"Passed `--config {path}`, which is not valid YAML: {error}") from None
 

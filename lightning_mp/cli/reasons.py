@@ -76,8 +76,8 @@ def _reasons(
     elif head == _UNION and "Errors:" in body:
         items = (_reasons(item, locations, is_choice=True) for item in _errors_by_type(body))
         best = _highest_ranked(each for item in items for each in item)
-        # A value that is not one of the literals was not intended as a class name.
-        least = 2 if "Literal[" in body[0] else 1
+        # A value that is no number or none of the literals was not intended as a class name.
+        least = 2 if re.search(r"Literal\[|'float'|'int'", body[0]) else 1
         yield from best if best and best[0].rank >= least else [_no_type_fits(body, locations)]
     elif option := _OPTION.match(head):
         yield _Reason(locations, head + _near_option(option[1], locations), rank=2)

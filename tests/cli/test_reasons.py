@@ -125,6 +125,20 @@ def test_error_with_an_unknown_message_is_not_ours() -> None:
     assert reason_of(message) == "half -> Does not validate against any of the Union subtypes"
 
 
+def test_value_that_is_no_number_is_not_taken_for_a_class() -> None:
+    message = (
+        'Parser key "lr":\n'
+        "  Does not validate against any of the Union subtypes\n"
+        "  Subtypes: [<class 'float'>, <class 'torch.Tensor'>]\n"
+        "  Errors:\n"
+        "    - Expected a <class 'float'>\n"
+        "    - Expected a dot import path string: 0,001\n"
+        "  Given value type: <class 'str'>\n"
+        "  Given value: 0,001\n"
+    )
+    assert reason_of(message) == "lr -> Expected one of [float, Tensor]. Got value: 0,001"
+
+
 def test_equally_probable_causes_are_all_printed() -> None:
     message = (
         'Parser key "loss":\n'

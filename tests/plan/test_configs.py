@@ -295,5 +295,5 @@ def test_parts_in_files_of_their_own_are_read(
 
 def test_other_settings_may_name_files(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"  # for a CLI with an argument of its own
-    path.write_text(yaml.safe_dump({"labels": "labels.json"}))
-    assert read_config([str(path)]) == {"labels": "labels.json"}
+    path.write_text("{labels: labels.json, rates: {lr: 1e-3}}")
+    assert read_config([str(path)]) == {"labels": "labels.json", "rates": {"lr": 0.001}}
