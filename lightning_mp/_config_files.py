@@ -47,8 +47,7 @@ def class_and_arguments(described: Any) -> tuple[str, dict[str, Any]]:
 
 def plugins_of(trainer: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return the class name and the arguments of each plugin in the settings of a Trainer."""
-    given = trainer.get("plugins") or []
-    return [class_and_arguments(each) for each in (given if isinstance(given, list) else [given])]
+    return [class_and_arguments(each) for each in _listed(trainer.get("plugins"))]
 
 
 def _read(path: Path) -> Any:
@@ -77,4 +76,11 @@ def _merged(old: Any, new: Any) -> Any:
         return new
     if "class_path" in new and new["class_path"] != old.get("class_path"):
         return new  # the arguments of another class
-    return old | {name: _merged(old.get(name), value) for name, value in new.items()}
+    merged = old | {name: _merged(old.get(name), value) for name, value in new.items()}
+    for name in new.keys() & {f"{known}+" for known in old}:  # appends to a list
+        merged[name[:-1]] = _listed(old[name[:-1]]) + _listed(merged.pop(name))
+    return merged
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]

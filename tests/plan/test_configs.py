@@ -293,6 +293,14 @@ def test_parts_in_files_of_their_own_are_read(
         main([command, "--config", str(tmp_path / "run.yaml")])
 
 
+def test_later_file_appends_to_a_list(tmp_path: Path) -> None:
+    first, second = tmp_path / "run.yaml", tmp_path / "more.yaml"
+    first.write_text("trainer: {callbacks: SpikeGuard}")
+    second.write_text("trainer: {callbacks+: [NonFiniteLocator]}")
+    found = read_config([str(first), str(second)])
+    assert found == {"trainer": {"callbacks": ["SpikeGuard", "NonFiniteLocator"]}}
+
+
 def test_other_settings_may_name_files(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"  # for a CLI with an argument of its own
     path.write_text("{labels: labels.json, rates: {lr: 1e-3}}")
