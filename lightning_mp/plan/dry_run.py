@@ -37,13 +37,8 @@ class _Trainer(Trainer):
     def __init__(self, settings: Mapping[str, Any], ranks: int) -> None:
         # Messages of the Trainer about devices would interrupt the plan.
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        off = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
-        super().__init__(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=settings.get("max_epochs") or 1000,
-            **dict.fromkeys(off, False),  # type: ignore[arg-type]
-        )
+        epochs = settings.get("max_epochs") or 1000
+        super().__init__(accelerator="cpu", devices=1, max_epochs=epochs, barebones=True)
         self._ranks = ranks
 
     @property
