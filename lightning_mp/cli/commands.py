@@ -1,6 +1,8 @@
 """Commands of `lightning-mp` without a Trainer; a function's arguments are its options."""
 
 import inspect
+import io
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, get_args
 
@@ -85,6 +87,8 @@ def run_command(name: str, args: Sequence[str], classes: Mapping[str, Any] | Non
     Raises:
         SystemExit: The arguments are invalid, or the command fails.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may not be in the encoding of a terminal
+        sys.stdout.reconfigure(errors="backslashreplace")
     given = command_parser(name, prog=f"lightning-mp {name}").parse_args(args).as_dict()
     try:
         if files := given.pop("config", None):

@@ -1,5 +1,6 @@
 """Commands without a Trainer are available in `lightning-mp` and in a user's own CLI."""
 
+import io
 import os
 import re
 import subprocess
@@ -93,6 +94,18 @@ def test_command_is_a_function_and_its_name(
     said = capsys.readouterr().err.splitlines()[-1]
     assert "name" in said
     assert "required" in said
+
+
+def test_names_are_printed_on_a_terminal_of_any_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greet(name: str) -> None:
+        """Greet somebody."""
+        print(name)
+
+    monkeypatch.setitem(lightning_mp.cli.commands.COMMANDS, "greet", greet)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
+    main(["greet", "Zoë"])
+    sys.stdout.flush()
+    assert written.getvalue().splitlines() == [b"Zo\\xeb"]
 
 
 @pytest.mark.slow
