@@ -199,7 +199,10 @@ class _PolicyMode(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         # By name, because Dynamo does not find Python methods among the keys of a dict.
-        rule = self.rules.get(getattr(func, "__name__", ""))
+        name = getattr(func, "__name__", "")
+        if name == "wrapped":  # Dynamo of torch 2.15 on `Tensor.__pow__`
+            name = func.__wrapped__.__name__  # type: ignore[attr-defined]
+        rule = self.rules.get(name)
         if rule is None:
             if func is checkpoint:  # called by Dynamo alone, which would trace it without this mode
                 args = (partial(self._run, args[0]), *args[1:])
