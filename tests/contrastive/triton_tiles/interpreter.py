@@ -9,6 +9,7 @@ Shapes:
 import contextlib
 import dataclasses
 import functools
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -65,6 +66,8 @@ def repaired_interpreter(rows: int | None = 64) -> Iterator[None]:
     repairs: list[tuple[object, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
         (interpreter.InterpreterBuilder, "create_dot", _with_wide_operands),
         (interpreter.InterpreterBuilder, "cast_impl", _with_rounding),
+        (interpreter.InterpreterBuilder, "create_masked_load", _with_mask_of_bools),
+        (interpreter.InterpreterBuilder, "create_masked_store", _with_mask_of_bools),
         (interpreter, "_patch_lang_tensor", _with_index),
         (interpreter.GridExecutor, "__call__", _without_warnings),
         (interpreter, "_get_np_dtype", _kept_by_name),
@@ -129,6 +132,18 @@ def _with_rounding(cast: Callable[..., Any]) -> Callable[..., Any]:
         values = torch.from_numpy(np.array(source.data, dtype=np.float32))
         bits = values.bfloat16().view(torch.int16).numpy().view(np.uint16)
         return TensorHandle(bits, tl.bfloat16)
+
+    return repaired
+
+
+def _with_mask_of_bools(access: Callable[..., Any]) -> Callable[..., Any]:
+    """Cast masks to bool; a mask that a scalar is part of is int32, which triton 3.9 refuses."""
+    position = list(inspect.signature(access).parameters).index("mask")
+
+    @functools.wraps(access)
+    def repaired(*args: Any, **options: Any) -> Any:
+        args[position].data = args[position].data.astype(bool, copy=False)
+        return access(*args, **options)
 
     return repaired
 
