@@ -138,11 +138,15 @@ def _with_rounding(cast: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_mask_of_bools(access: Callable[..., Any]) -> Callable[..., Any]:
     """Cast masks to bool; a mask that a scalar is part of is int32, which triton 3.9 refuses."""
+    from triton.runtime.interpreter import TensorHandle
+
     position = list(inspect.signature(access).parameters).index("mask")
 
     @functools.wraps(access)
     def repaired(*args: Any, **options: Any) -> Any:
-        args[position].data = args[position].data.astype(bool, copy=False)
+        mask = args[position]
+        if isinstance(mask, TensorHandle):  # loads by descriptors pass arrays before triton 3.9
+            mask.data = mask.data.astype(bool, copy=False)
         return access(*args, **options)
 
     return repaired
