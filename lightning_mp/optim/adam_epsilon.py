@@ -37,8 +37,8 @@ _EPSILON_PLACEMENTS: tuple[tuple[type[Optimizer], Callable[[_Group], Any], str],
     (optim.Adadelta, lambda group: group["rho"], "inside"),
     (optim.Adamax, lambda group: group["betas"][1], "unsquared"),
 )
-# torch's names of the second moment, which optimizers of other libraries share.
 _HAS_HALF_ADAGRAD = torch.__version__ < "2.15"
+# torch's names of the second moment, which optimizers of other libraries share.
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
 
 
