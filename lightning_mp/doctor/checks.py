@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from lightning_mp._config_files import plugins_of
 from lightning_mp.callbacks import ActivationRangeMonitor, NonFiniteLocator, SpikeGuard
-from lightning_mp.cli.reasons import reason_of
 from lightning_mp.doctor.finding import Finding
 from lightning_mp.doctor.started_run import StartedRun
 from lightning_mp.gradient_cache._served.towers import find_tower
@@ -33,13 +32,12 @@ def set_up(run: StartedRun) -> Iterator[Finding]:
     """A class of the config, Lightning or a plugin raises an error during the set-up."""
     if run.error is None or any(unknown_modules(run)):
         return  # another check names the cause
-    message = reason_of(str(run.error)) or str(run.error)
     # Errors of this package end with the remedy.
-    *what, change = re.split(r"(?<=[^.]\.) +(?=[A-Z])(?!Got value)", message.strip())
+    *what, change = re.split(r"(?<=[^.]\.) +(?=[A-Z])(?!Got value)", run.reason.strip())
     yield Finding(
         "set-up",
         "wrong",
-        f"The run ends before its first batch: {' '.join(what) or message}",
+        f"The run ends before its first batch: {' '.join(what) or run.reason}{run.place}",
         f"`fit` raises the same {type(run.error).__name__}.",
         change if what else "Correct the setting that the error names.",
     )

@@ -18,14 +18,12 @@ def preflight(settings: dict[str, Any], steps: int = 4, dirpath: str | None = No
         dirpath: Folder for the page `preflight.html`; without it, no file is written.
     """
     from lightning_mp.callbacks.precision_preflight import PrecisionPreflight
-    from lightning_mp.cli.reasons import reason_of
     from lightning_mp.doctor.started_run import start
 
     callback = PrecisionPreflight(steps=steps, dirpath=dirpath, stops=True)
     run = start(settings, callback=callback, num_sanity_val_steps=0, limit_val_batches=0)
     if run.error is not None:
-        reason = reason_of(str(run.error)) or run.error
-        raise ValueError(f"the run cannot start: {reason}")
+        raise ValueError(f"the run fails: {run.reason}{run.place}")
     if callback.result is None:
         raise ValueError(callback.failure or "the run has no batch.")
     print("\n".join([callback.text, *(f"\nNote: {note}" for note in run.notes)]))

@@ -8,6 +8,8 @@ that nothing is written.
 import logging
 import os
 import re
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning_mp import precision
 from lightning_mp._config_files import class_and_arguments, plugins_of
 from lightning_mp.cli.lightning_cli import LightningMPCLI
+from lightning_mp.cli.reasons import reason_of
 
 __all__ = ["StartedRun", "start"]
 
@@ -49,6 +52,23 @@ class StartedRun:
     is_set_up: bool = False
     error: Exception | None = None
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def reason(self) -> str:
+        """The error in one line."""
+        return reason_of(str(self.error)) or str(self.error)
+
+    @property
+    def place(self) -> str:
+        """The type of the error and its last line in code of no installed package, or nothing."""
+        place = ""
+        for frame, line in traceback.walk_tb(getattr(self.error, "__traceback__", None)):
+            path, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+            is_installed = "-packages" in path or path.startswith(sysconfig.get_path("stdlib"))
+            if not is_installed and module.partition(".")[0] != "lightning_mp":
+                name = f"{type(self.error).__name__} in {os.path.basename(path)}"
+                place = f" ({name}, line {line})"
+        return place
 
     @property
     def trainer_settings(self) -> dict[str, Any]:

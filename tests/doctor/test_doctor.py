@@ -97,6 +97,15 @@ def told(settings: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_error_in_the_code_of_a_user_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config({**BALANCED, "devices": 1}, data={"width": 9})))
+    with pytest.raises(SystemExit, match=r"shapes .* \(RuntimeError in models\.py, line \d+\)$"):
+        main(["preflight", "--config", str(path)])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "planted", "mended"), PLANTED)
 def test_planted_mistake_is_found_until_it_is_corrected(
     kind: str,
