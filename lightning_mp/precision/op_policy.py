@@ -201,7 +201,7 @@ class _PolicyMode(TorchFunctionMode):
         # By name, because Dynamo does not find Python methods among the keys of a dict.
         name = getattr(func, "__name__", "")
         if name == "wrapped":  # Dynamo of torch 2.15 on `Tensor.__pow__`
-            name = func.__wrapped__.__name__  # type: ignore[attr-defined]
+            name = getattr(getattr(func, "__wrapped__", func), "__name__", "")
         rule = self.rules.get(name)
         if rule is None:
             if func is checkpoint:  # called by Dynamo alone, which would trace it without this mode

@@ -155,6 +155,16 @@ def test_compiled_module_follows_the_policy_and_its_changes() -> None:
     assert block.up.weight.grad is not None
 
 
+def test_function_of_a_user_may_have_the_name_of_a_decorator() -> None:
+    def wrapped(x: Tensor) -> Tensor:
+        if torch.overrides.has_torch_function_unary(x):
+            return torch.overrides.handle_torch_function(wrapped, (x,), x)
+        return x + 1
+
+    with OpPolicy().context("cpu", torch.float16):
+        assert wrapped(torch.ones(1)) == 2
+
+
 @pytest.mark.slow
 def test_compiled_operators_get_the_dtypes_of_eager() -> None:
     torch._dynamo.reset()
