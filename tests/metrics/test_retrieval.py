@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchmetrics import MetricCollection
 
 from lightning_mp.metrics import ContrastiveRecall, ZeroShotAccuracy
 from tests.metrics.pairs import DTYPES, TOP_K, as_floats, compute_once, make_pairs
@@ -308,22 +307,6 @@ def test_metric_copies_and_moves_keep_the_value() -> None:
     loaded.load_state_dict(metric.state_dict(), strict=False)
     with pytest.warns(UserWarning, match="before the ``update`` method"):
         assert as_floats(loaded.compute()) == expected
-
-
-def test_metric_collection_shares_updates_and_prefixes_names() -> None:
-    collection = MetricCollection(
-        {"cosine": ContrastiveRecall(), "dot": ContrastiveRecall(normalize=False)}, prefix="val/"
-    )
-    batch, second = make_pairs(30, 50, 6), make_pairs(30, 50, 6, seed=1)
-    for part in (batch, second):
-        collection.update(*part[:2], image_ids=part[2], text_ids=part[3])
-    both = [torch.cat(pair) for pair in zip(batch, second, strict=True)]
-    values = as_floats(collection.compute())
-    for name, normalize in (("cosine", True), ("dot", False)):
-        expected = compute_once(*both, normalize=normalize)
-        # Equal names of two members get the member's name as a prefix.
-        ours = {k: v for k, v in values.items() if name in k}
-        assert sorted(ours.values()) == sorted(expected.values())
 
 
 # ---- bad input ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`ContrastiveRecall`: logged, tracked and plotted values, and removal of repeated samples."""
+"""`ContrastiveRecall`: logged, tracked and plotted values, collections, repeated samples."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from torchmetrics import MetricTracker
+from torchmetrics import MetricCollection, MetricTracker
 
 from lightning_mp import ContrastiveRecall
-from tests.metrics.pairs import as_floats, make_pairs
+from tests.metrics.pairs import as_floats, compute_once, make_pairs
 from tests.processes import run_ranks
 
 RECALL = "image_to_text_recall@1"
@@ -127,3 +127,19 @@ def test_invalid_keys_raise(keys: dict[str, Tensor], said: str) -> None:
 def test_unknown_value_raises() -> None:
     with pytest.raises(ValueError, match=r"`value` must be one of \['image_to_text_recall@1'"):
         ContrastiveRecall(value="recall@1")
+
+
+def test_metric_collection_shares_updates_and_prefixes_names() -> None:
+    collection = MetricCollection(
+        {"cosine": ContrastiveRecall(), "dot": ContrastiveRecall(normalize=False)}, prefix="val/"
+    )
+    batch, second = make_pairs(30, 50, 6), make_pairs(30, 50, 6, seed=1)
+    for part in (batch, second):
+        collection.update(*part[:2], image_ids=part[2], text_ids=part[3])
+    both = [torch.cat(pair) for pair in zip(batch, second, strict=True)]
+    values = as_floats(collection.compute())
+    for name, normalize in (("cosine", True), ("dot", False)):
+        expected = compute_once(*both, normalize=normalize)
+        # Equal names of two members get the member's name as a prefix.
+        ours = {k: v for k, v in values.items() if name in k}
+        assert sorted(ours.values()) == sorted(expected.values())
