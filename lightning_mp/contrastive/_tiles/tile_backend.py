@@ -242,7 +242,7 @@ class TileBackend(ABC):
         columns_nD: Tensor,
         d_rows_bD: Tensor | None,
         d_columns_nD: Tensor | None,
-        weight_b: Tensor,
+        weight_q: Tensor,
         scale: Tensor,
         terms: int,
         ranks: int,
@@ -251,20 +251,20 @@ class TileBackend(ABC):
         """Add the positives to the gradients and scale them, in place; at least one is a tensor.
 
         `d_rows_bD` are `terms dL/dS texts` of the negatives, `d_columns_nD` likewise
-        `terms dL/dS.T images`, and `weight_b` is that of `PairTerms`. A mean over `ranks` divides
-        the gradients. `d_scale` gets this rank's part of the scale's gradient, one value in the
-        state dtype.
+        `terms dL/dS.T images`, and `weight_q` is that of `PairTerms`; rows and columns from
+        q on have no positive. A mean over `ranks` divides the gradients. `d_scale` gets this rank's
+        part of the scale's gradient, one value in the state dtype.
         """
-        b, factor = len(weight_b), scale.to(weight_b.dtype).reshape(()) * (ranks / terms)
+        q, factor = len(weight_q), scale.to(weight_q.dtype).reshape(()) * (ranks / terms)
         sides = ((rows_bD, columns_nD, d_rows_bD), (columns_nD, rows_bD, d_columns_nD))
         for own_D, other_D, grad_D in sides:
             if grad_D is None:
                 continue
-            grad_D[:b].addcmul_(other_D[:b], weight_b.to(grad_D.dtype)[:, None], value=-1.0)
+            grad_D[:q].addcmul_(other_D[:q], weight_q.to(grad_D.dtype)[:, None], value=-1.0)
             if d_scale is not None and (own_D is rows_bD or d_rows_bD is None):
                 # sum <I, dL/dS T> = sum <T, dL/dS^T I>: either gradient serves. The factor comes
                 # later, since it holds the scale and W, and ranks sum their parts.
-                torch.div(row_dots(own_D, grad_D, weight_b.dtype).sum(), terms, out=d_scale)
+                torch.div(row_dots(own_D, grad_D, weight_q.dtype).sum(), terms, out=d_scale)
             grad_D.mul_(factor)
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """The kernels beside the sweeps, in Triton's interpreter, against torch in float64.
 
 Shapes:
-    b: images. n: texts, of which the first b belong to them. D: width.
+    b: images. n: texts, of which the first b, or q, belong to images. D: width.
 """
 
 import math
@@ -120,9 +120,11 @@ def test_pair_terms_of_converged_pairs_keep_relative_precision() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("needs_grad", HAS_TERMS)
-@pytest.mark.parametrize(("b", "n", "width"), [(1, 1, 8), (4, 4, 256), (9, 14, 260)])
+@pytest.mark.parametrize(
+    ("b", "n", "q", "width"), [(1, 1, 1, 8), (4, 4, 4, 256), (9, 14, 5, 260), (14, 5, 5, 8)]
+)
 def test_finish_equals_the_torch_backend(
-    b: int, n: int, width: int, needs_grad: RowsColumns, dtype: torch.dtype
+    b: int, n: int, q: int, width: int, needs_grad: RowsColumns, dtype: torch.dtype
 ) -> None:
     image, text = features(b, n, width, dtype)
     gradients = [
@@ -130,7 +132,9 @@ def test_finish_equals_the_torch_backend(
         for x, needed in zip((image, text), needs_grad, strict=True)
     ]
     copies = [None if gradient is None else gradient.clone() for gradient in gradients]
-    rest = (torch.rand(b).double(), torch.tensor(20.0), 2 * b, 3)
+    # Memory past the weights, which kernels must not read.
+    weights = torch.cat([torch.rand(q), torch.full((20,), torch.nan)]).double()
+    rest = (weights[:q], torch.tensor(20.0), 2 * b, 3)
     d_scales = torch.empty(2, dtype=torch.float64)
     TorchTiles().finish(image, text, *copies, *rest, d_scales[0])
     pair_kernels.finish(image, text, *gradients, *rest, d_scales[1])

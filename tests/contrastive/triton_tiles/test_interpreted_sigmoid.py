@@ -10,6 +10,7 @@ from lightning_mp import SigmoidContrastiveLoss
 from lightning_mp.contrastive._tiles.tile_backend import Derivatives, Logits
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.test_sigmoid import expected, leaves, sizes_of_terms
+from tests.contrastive.test_sigmoid_pairs import batch, dense
 from tests.reference.contrastive import relative_error
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore:Passed .*negative scale")]
@@ -38,6 +39,22 @@ def test_loss_and_gradients_equal_float64(dtype: torch.dtype, scale: float, bias
     for name, leaf, gradient in zip(("scale", "bias"), inputs[2:], right[3:], strict=True):
         bound = GRADIENT_TOLERANCE[dtype] if name == "scale" else 1.5e-5  # the bias is not rounded
         assert (leaf.grad - gain * gradient).abs() < bound * gain * largest[name], name
+
+
+@pytest.mark.parametrize("texts", [90, 40])
+def test_positives_of_some_images_equal_float64(texts: int) -> None:
+    """Images without a text of their own have no positive on the diagonal."""
+    whole = batch([(70, texts)])
+    inputs = {name: whole[name].float().requires_grad_() for name in ("image", "text", "scale")}
+    loss_fn = SigmoidContrastiveLoss(backend="triton")
+    bias, positives = whole["bias"].float(), whole["positives"]
+    loss = loss_fn(*inputs.values(), bias, positives=positives)
+    exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    right = dense({**whole, **exact}, [(70, texts)], "positives")
+    gradients = torch.autograd.grad(loss, list(inputs.values()))
+    expected_gradients = torch.autograd.grad(right, list(exact.values()))
+    for gradient, value in zip(gradients, expected_gradients, strict=True):
+        assert relative_error(gradient, value) < GRADIENT_TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(

@@ -225,11 +225,11 @@ def pair_terms(
     return PairTerms(row_lse_b, column_lse_n, weight_b)
 
 
-@triton.jit(do_not_specialize=["terms", "ranks", "num_pairs", "num_columns"])
+@triton.jit(do_not_specialize=["terms", "ranks", "num_pairs", "num_rows", "num_columns"])
 def finish_kernel(
     rows, columns, d_rows, d_columns,
     weight, scale, d_scale_parts, terms, ranks,
-    num_pairs, num_columns, width, row_stride, column_stride,
+    num_pairs, num_rows, num_columns, width, row_stride, column_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add the positives to the gradients, scale them, and store parts of the scale's gradient.
@@ -237,26 +237,26 @@ def finish_kernel(
     Reads features and gradients once; torch's operations would read them four times.
 
     Args:
-        rows: (b, D), with row stride `row_stride`. columns: (n, D), n >= b, likewise.
+        rows: (b, D), with row stride `row_stride`. columns: (n, D), likewise.
         d_rows: (b, D) in fp32: `P columns`. d_columns: (n, D): `P.T rows`. Both contiguous; one of
             them may be `None`.
-        weight: (b,) in float64: weights of the positives.
+        weight: (q,) in float64: weights of the positives; later rows and columns have none.
         scale: One value.
         d_scale_parts: (programs,) in float64.
         terms: Number of cross entropies; the loss is their mean.
         ranks: W, the divisor of a mean over ranks.
-        num_pairs: b. num_columns: n. width: D.
+        num_pairs: q. num_rows: b. num_columns: n. width: D.
         ROWS: Rows of a program. COLUMNS: The slice of the width that it holds at a time.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, COLUMNS)
-    is_pair, is_column = (row < num_pairs)[:, None], (row < num_columns)[:, None]
+    is_row, is_column = (row < num_rows)[:, None], (row < num_columns)[:, None]
     factor = (tl.load(scale).to(tl.float64) * ranks / terms).to(tl.float32)
     weights = tl.load(weight + row, row < num_pairs, 0.0).to(tl.float32)[:, None]
     sums = tl.zeros([ROWS, COLUMNS], tl.float64)
     for first in range(0, width, COLUMNS):
         is_there = (first + inner < width)[None, :]
-        row_here, column_here = is_pair & is_there, is_column & is_there
+        row_here, column_here = is_row & is_there, is_column & is_there
         x = tl.load(rows + row[:, None] * row_stride + first + inner[None, :], row_here, 0.0)
         y = tl.load(
             columns + row[:, None] * column_stride + first + inner[None, :], column_here, 0.0
@@ -280,7 +280,7 @@ def finish(
     columns_nD: Tensor,
     d_rows_bD: Tensor | None,
     d_columns_nD: Tensor | None,
-    weight_b: Tensor,
+    weight_q: Tensor,
     scale: Tensor,
     terms: int,
     ranks: int,
@@ -289,12 +289,12 @@ def finish(
     """Add the positives to the gradients by one launch and a sum; see `TileBackend.finish`."""
     rows_bD, columns_nD = _in_rows(rows_bD), _in_rows(columns_nD)
     (b, width), n = rows_bD.shape, len(columns_nD)
-    programs = triton.cdiv(n if d_columns_nD is not None else b, _FINISH_ROWS)
-    parts = weight_b.new_empty(programs)
+    programs = triton.cdiv(max(b, n) if d_columns_nD is not None else b, _FINISH_ROWS)
+    parts = weight_q.new_empty(programs)
     with launching_on(rows_bD.device):
         finish_kernel[(programs,)](
-            rows_bD, columns_nD, d_rows_bD, d_columns_nD, weight_b, scale, parts, terms, ranks, b,
-            n, width, rows_bD.stride(0), columns_nD.stride(0), ROWS=_FINISH_ROWS,
+            rows_bD, columns_nD, d_rows_bD, d_columns_nD, weight_q, scale, parts, terms, ranks,
+            len(weight_q), b, n, width, rows_bD.stride(0), columns_nD.stride(0), ROWS=_FINISH_ROWS,
             COLUMNS=_FINISH_COLUMNS, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     if d_scale is not None:
