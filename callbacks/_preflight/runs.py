@@ -24,7 +24,11 @@ from lightning_mp.numerics.replay_state import RngState
 from lightning_mp.precision._choice.module_selection import as_written
 from lightning_mp.precision._choice.op_tables import follow_changes_of_torch, opened_composites
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
-from lightning_mp.precision._weights.half_module import cast_floats, replace_forward
+from lightning_mp.precision._weights.half_module import (
+    cast_floats,
+    is_border_cast,
+    replace_forward,
+)
 from lightning_mp.precision.inf_clamp import InfClamp
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.op_policy import OpPolicy
@@ -298,9 +302,14 @@ def first_tensor(value: Any) -> Tensor | None:
 
 @contextmanager
 def fp32_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give half parameters and buffers of modules the same values in fp32, inside the context."""
+    """Give modules fp32 weights and buffers of the same values, and no casts at their borders."""
     with ExitStack() as undo:
         for module in modules:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                undo.callback(hooks.update, dict(hooks))  # in their order
+                undo.callback(hooks.clear)
+                for key in [k for k, hook in hooks.items() if is_border_cast(hook)]:
+                    del hooks[key]
             tensors: Mapping[str, Tensor | None] = {**module._parameters, **module._buffers}
             for tensor in tensors.values():
                 if tensor is not None and tensor.dtype in HALF_DTYPES:

@@ -64,6 +64,8 @@ def unknown_modules(run: StartedRun) -> Iterator[Finding]:
         for argument in ("fp32_modules", "inf_clamp"):
             given = arguments.get(argument) or []
             for module in given if isinstance(given, list) else []:
+                if (argument, module) == ("inf_clamp", "auto"):
+                    continue
                 try:
                     find_modules(run.model, str(module))
                 except ValueError as error:

@@ -129,7 +129,7 @@ def test_planted_mistake_is_found_until_it_is_corrected(
         CACHE,
         BALANCED,
         {**CACHE, **BALANCED},
-        {"plugins": plugin("PureFP16")},
+        {"plugins": plugin("PureFP16", inf_clamp=["auto"])},  # as in a saved config
         {"strategy": "ddp_spawn_find_unused_parameters_true"},
         {"strategy": plugin("InfCLStrategy", start_method="spawn", micro_batch_size=8)},
         {"strategy": plugin("DDPStrategy", process_group_backend="nccl")},

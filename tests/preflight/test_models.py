@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp import InfCLStrategy, PrecisionPreflight
+from lightning_mp import InfCLStrategy, PrecisionPreflight, PureFP16
 from tests.preflight.models import WEAK, Sentences, Words, plugin, trainer
 from tests.preflight.runs import checkpointed, make_words, run_preflight
 from tests.quiet import QUIET, parameters_of
@@ -150,6 +150,20 @@ def test_weak_module_in_a_checkpointed_block_is_named(use_reentrant: bool, name:
     assert {m.path: (m.output, m.gradient) for m in result.modules if "." in m.path[8:]} == {
         m.path: (m.output, m.gradient) for m in plain.modules if "." in m.path[8:]
     }
+
+
+def test_casts_at_borders_of_modules_are_left_out_in_fp32() -> None:
+    class Sequential(torch.nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](self[0](x.flatten(0, 1)).view_as(x))[0]
+
+    model = make_words("cancellation")
+    model.blocks.append(Sequential(torch.nn.Linear(32, 32), torch.nn.LSTM(32, 32)))
+    callback = PrecisionPreflight(steps=1, stops=True)
+    kept = PureFP16(fp32_modules=["Cancellation", "Linear"])  # the LSTM casts its inputs to half
+    pl.Trainer(**QUIET, max_steps=1, callbacks=callback, plugins=kept).fit(model, Sentences())
+    assert callback.result is not None
+    assert callback.result.is_clean
 
 
 def test_towers_of_a_gradient_cache_are_compared() -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "cast_floats",
     "compute_in_fp32",
     "dtypes_of",
+    "is_border_cast",
     "is_compiled",
     "outermost",
     "replace_forward",
@@ -108,6 +109,11 @@ def cast_at_borders(
     for module in modules:
         undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         undo.callback(module.register_forward_hook(leave).remove)
+
+
+def is_border_cast(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is one of `cast_at_borders`."""
+    return getattr(hook, "__qualname__", "").startswith(f"{cast_at_borders.__name__}.")
 
 
 def cast_castable(value: Any, dtype: torch.dtype, is_castable: Callable[[Tensor], bool]) -> Any:
