@@ -10,12 +10,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
+from lightning_mp.gradient_cache.gradient_cache import GradientCache
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from lightning_mp.strategies._inf_cl.averaging import GradientAverage, sparse_weights
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
@@ -86,17 +86,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
         super().setup(trainer)
 
     @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        # Skip DDP's preparation of its reducer: `backward` averages after the loss's backward.
-        pass
-
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        # Before the backward, which without cached towers needs the activations of all rows.
-        self._check_calls()
-        closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+    def _complete_gradients(self, cache: GradientCache) -> None:
         model = self.model
         # False inside `no_sync`, which Lightning enters during gradient accumulation.
         if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
@@ -110,7 +100,6 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
                     bucket_bytes=model.bucket_bytes_cap,
                     sparse=sparse_weights(model),
                 )
-        return closure_loss
 
     @override
     def _check_strategy_arguments(self, arguments: dict[str, Any]) -> None:

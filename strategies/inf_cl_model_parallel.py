@@ -11,13 +11,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
 from lightning_mp.gradient_cache._served.sharding import unsharded_parameters
 from lightning_mp.gradient_cache._served.towers import sharded_modules
+from lightning_mp.gradient_cache.gradient_cache import GradientCache
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from lightning_mp.strategies._inf_cl.averaging import GradientAverage
@@ -98,11 +97,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
             self._check_clipping(trainer)
 
     @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        cache = self._check_calls()
-        closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+    def _complete_gradients(self, cache: GradientCache) -> None:
         # Only FSDP2's hooks give sharded parameters their gradients, and the hooks do not run in
         # a nested backward. So replays follow the backward, in the context of a backward.
         plugin, module = self.precision_plugin, self.lightning_module
@@ -113,7 +108,6 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         if self._reduces and self.world_size > 1:
             self._average.over_ranks(self._unsharded)
         self._reshard()
-        return closure_loss
 
     @override
     def on_validation_end(self) -> None:

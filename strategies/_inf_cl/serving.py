@@ -14,7 +14,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import Check, explains_arguments
@@ -129,6 +131,36 @@ class ServesTowers(ForLightning, _Strategy):
         return output
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        # Before the backward, which without cached towers needs the activations of all rows. DDP's
+        # reducer is not prepared.
+        assert self._cache is not None
+        if not self._cache.calls:
+            raise MisconfigurationException(
+                f"Passed `{type(self).__name__}(towers={list(self.towers)})`, but the first "
+                "training step called none of these towers, so nothing runs in micro-batches. Name "
+                "the modules or methods that `training_step` calls, and call them as "
+                "`self.name(batch)`: not as `self.name.forward(batch)`, and not from inside "
+                "compiled code."
+            )
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self.pre_backward(closure_loss)
+        plugin, module = self.precision_plugin, self.lightning_module
+        assert self._cache is not None
+        assert module is not None
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        # Before `on_after_backward`, which sees the gradients of the global batch, as under DDP.
+        self._complete_gradients(self._cache)
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
     def teardown(self) -> None:
         cache, self._cache = self._cache, None
         super().teardown()
@@ -225,6 +257,10 @@ class ServesTowers(ForLightning, _Strategy):
                 f"`roles={{{name!r}: 'rows'}}`."
             )
 
+    def _complete_gradients(self, cache: GradientCache) -> None:
+        """Average the gradients over ranks after a backward."""
+        raise NotImplementedError
+
     def _check_precision(self, plugin: Precision | None) -> None:
         """Raise if the strategy does not support the precision plugin."""
 
@@ -242,19 +278,6 @@ class ServesTowers(ForLightning, _Strategy):
         for logger in trainer.loggers:
             metrics = {f"micro_batch_size/{name}": float(rows) for name, rows in new.items()}
             logger.log_metrics(metrics, step=trainer.global_step)
-
-    def _check_calls(self) -> GradientCache:
-        """Return the cache; raise if the training step called no tower."""
-        assert self._cache is not None
-        if not self._cache.calls:
-            raise MisconfigurationException(
-                f"Passed `{type(self).__name__}(towers={list(self.towers)})`, but the first "
-                "training step called none of these towers, so nothing runs in micro-batches. Name "
-                "the modules or methods that `training_step` calls, and call them as "
-                "`self.name(batch)`: not as `self.name.forward(batch)`, and not from inside "
-                "compiled code."
-            )
-        return self._cache
 
     def _find_towers(self) -> list[Tower]:
         module = self.lightning_module

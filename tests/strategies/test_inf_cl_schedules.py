@@ -68,6 +68,11 @@ class Scheduled(TinyCLIP):
             self.untoggle_optimizer(optimizer)
         return None
 
+    def on_after_backward(self) -> None:
+        if self.schedule == "clipped in a hook":  # which sees averaged gradients, as under DDP
+            for gradient in (p.grad for p in self.parameters() if p.grad is not None):
+                gradient.clamp_(-0.02, 0.02)
+
     def on_train_batch_end(self, *_: Any) -> None:
         if self.schedule == "teacher":
             for slow, fast in zip(self.teacher.parameters(), self.text.parameters(), strict=True):
@@ -103,7 +108,7 @@ THAWED: dict[str, dict[str, set[int]]] = {
     "progressive": {"visual": {0, 1}, "text.0": {0, 1, 2}, "text.4": {0}},
     "frozen in the middle": {"text": {1, 2}, "head": {2}},
 }
-SCHEDULES = [*THAWED, "finetuning", "toggled", "teacher", "unused"]
+SCHEDULES = [*THAWED, "finetuning", "toggled", "teacher", "unused", "clipped in a hook"]
 
 
 def _fit(strategy: Any, schedule: str, rows: slice, **kwargs: Any) -> Scheduled:
