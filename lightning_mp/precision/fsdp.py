@@ -81,11 +81,6 @@ class ShardedBalancedAMP(BalancedAMP):
     def _has_gradient_values(self, optimizer: Optimizer) -> bool:
         return self._on_any_rank(super()._has_gradient_values(optimizer))
 
-    @override
-    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        if super()._has_gradients(optimizer):  # torch raises on a rank without a shard
-            super().clip_grad_by_value(optimizer, clip_val)
-
     def _on_any_rank(self, has: bool) -> bool:
         # A rank without a shard of an optimizer's parameters follows the other ranks.
         flag = torch.tensor(float(has), device=self._first_device())

@@ -267,7 +267,7 @@ class MixedInputs(_PolicyMode):
 
     Buffers stay in fp32, and a sum with an fp32 buffer is fp32, which a product with half weights
     does not accept. Inputs of products, attention, recurrent cells and norms become half; inputs of
-    functions that autocast promotes, such as `grid_sample`, become fp32.
+    losses, distances and functions that autocast promotes, such as `grid_sample`, become fp32.
     """
 
     def __init__(self, half: torch.dtype) -> None:
@@ -293,9 +293,8 @@ def _rules_of_mixed_inputs() -> dict[str, _Rule]:
     kernels = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
     rules = _rules_of_composites() | dict.fromkeys(kernels, _Rule("half"))
     for group in GROUPS:
-        if group.op_class in ("half", "norm", "promote"):
-            rule = _Rule("promote" if group.op_class == "promote" else "half")
-            rules |= {each.__name__: rule for op in group.ops for each in callables_of(op)}
+        rule = _Rule("half" if group.op_class in ("half", "norm") else "promote")
+        rules |= {each.__name__: rule for op in group.ops for each in callables_of(op)}
     return rules
 
 
@@ -315,7 +314,7 @@ def serve_norms(modules: Iterable[nn.Module], undo: ExitStack) -> None:
     A call of `layer_norm` through a function mode takes the host five times as long.
     """
 
-    def forward(module: nn.Module, input: Tensor) -> Any:  # pickle looks up this name
+    def forward(module: nn.Module, input: Tensor) -> Any:
         if not torch.compiler.is_compiling():
             mode = torch.overrides._get_current_function_mode()
             if isinstance(mode, _PolicyMode):

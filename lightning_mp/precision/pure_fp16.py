@@ -242,17 +242,17 @@ class PureFP16(ScaledPrecision):
             yield
 
     @override
-    def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
-        # A recomputed forward must see the same dtypes as the first forward.
-        return self._compute_context()
-
-    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Closure, **kwargs: Any
     ) -> Any:
-        # With manual optimization, this runs inside `forward_context`.
+        dtype = torch.get_default_dtype()  # half with manual optimization, inside `forward_context`
+
+        def compute() -> Any:
+            with _DtypeContextManager(dtype):
+                return closure()
+
         with _DtypeContextManager(torch.float32):
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
+            return super().optimizer_step(optimizer, model, compute, **kwargs)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -90,6 +90,19 @@ def test_resumed_run_knows_the_modules_that_write_to_their_weights(tmp_path: Pat
     assert torch.equal(ends[0], ends[2])
 
 
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_run_in_fp16_resumes_a_run_without_a_loss_scale(half: Any, tmp_path: Path) -> None:
+    first = fit(Regression(_Renormalizing), BalancedAMP(half="bf16"), loader(2))
+    stochastic = PureFP16(half="bf16", write_back="stochastic")
+    second = fit(Regression(), stochastic, loader(2))
+    for trainer, kind, network in ((first, BalancedAMP, _Renormalizing), (second, PureFP16, None)):
+        assert trainer.precision_plugin.state_dict()  # without the state of a scaler
+        path, _ = save_and_load(trainer, tmp_path)
+        model = Regression(network or perceptron)
+        resumed = fit(model, kind(half=half), loader(2), max_epochs=2, ckpt_path=path)
+        assert resumed.global_step == 4
+
+
 def test_state_dict_in_training_equals_that_of_a_plain_module(tmp_path: Path) -> None:
     """Its tensors alias the weights, so a write reaches the model; tied weights are shared."""
 

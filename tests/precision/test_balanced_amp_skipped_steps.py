@@ -173,3 +173,24 @@ def test_skips_at_the_floor_raise_and_name_the_first_non_finite_gradient() -> No
     assert len(model.losses) == 4  # one step halves the scale, three are at the floor
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@settings
+def test_skipped_steps_in_hooks_are_not_subtracted(weights: str) -> None:
+    """Lightning counts the steps of `training_step` only."""
+
+    class InHook(Regression):
+        def __init__(self) -> None:
+            super().__init__(bad_batches=[1])
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx))
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    plugin = make_plugin(weights)
+    assert fit(InHook(), plugin, loader(3)).global_step == 0
+    assert plugin.scaler.skipped_steps == 1

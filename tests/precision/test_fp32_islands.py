@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -165,3 +167,57 @@ def test_gradient_penalty_of_fp32_modules_is_exact_outside_autocast(inside: bool
     fit(expected, None, loader(3))
     fit(model, BalancedAMP(half="bf16", fp32_modules=["network"]), loader(3))
     assert torch.equal(model.weights[-1], expected.weights[-1]) is not inside  # see docs/limits.md
+
+
+class _Assigned(nn.Module):
+    """Computes in a method that is its `forward` on the instance alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.forward = nn.Linear(8, 16), self.compute
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_forward_of_an_instance_computes_in_fp32() -> None:
+    module, undo = _Assigned(), contextlib.ExitStack()
+    before = module.forward
+    for _ in range(2):
+        compute_in_fp32([module], undo)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(torch.ones(1, 8)).dtype == torch.float32
+    undo.close()
+    assert module.forward == before
+
+
+class _Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(32, 8), persistent=False)
+
+    def forward(self, count: int) -> Tensor:
+        return self.table[:count]
+
+
+class _Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.network = _Positions(), perceptron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x + self.positions(len(x)))
+
+
+def test_fp32_module_without_input_tensors_does_not_end_training() -> None:
+    """A `StopIteration` would end the epoch without an error."""
+    trainer = fit(Regression(_Placed), BalancedAMP(fp32_modules=["_Positions"]), loader(3))
+    assert trainer.global_step == 3
+
+
+def test_pickled_model_with_fp32_modules_is_a_plain_model() -> None:
+    module = perceptron()
+    compute_in_fp32([module[0]], contextlib.ExitStack())
+    assert str(inspect.signature(module[0].forward)) == "(input: torch.Tensor) -> torch.Tensor"
+    x = torch.ones(2, 8)
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x), module(x))

@@ -125,6 +125,10 @@ MIXED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "lstm": lambda m, x, wide: m.lstm(wide)[0],
     "layer norm": lambda m, x, wide: m.norm(wide),
     "encoder layer": lambda m, x, wide: m.layer(wide),
+    "distance": lambda m, x, wide: torch.cdist(x, wide),
+    "class weights": lambda m, x, wide: F.cross_entropy(
+        x.flatten(1), torch.zeros(len(x), dtype=torch.long), wide[0].detach().flatten()
+    )[None],
     "grid sample": lambda m, x, wide: F.grid_sample(
         x[None], wide[None, ..., :2], align_corners=False
     ),

@@ -323,3 +323,19 @@ def test_network_created_in_configure_model_trains_like_one_created_before(is_me
     fit(reference, PureFP16(), loader(4))
     fit(model, PureFP16(), loader(4))
     assert torch.equal(parameters_of(model), parameters_of(reference))
+
+
+@halves
+def test_closure_of_a_manual_step_creates_half_tensors(half: Any) -> None:
+    class Noisy(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            def closure() -> None:
+                self.manual_backward(self.network(torch.randn(16, 8)).float().square().mean())
+
+            self.optimizers().step(closure=closure)
+
+    assert fit(Noisy(), PureFP16(half=half), loader(2)).global_step == 2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
@@ -278,6 +278,38 @@ def test_inner_optimizer_of_a_trainer_optimizer_is_stepped(wrapper: Any, scale: 
     fit(plain, BalancedAMP(loss_scale=scale), loader(4))
     fit(wrapped, BalancedAMP(loss_scale=scale), loader(4))
     assert torch.equal(plain.weights[-1], wrapped.weights[-1])
+
+
+class Together(Optimizer):
+    """Steps an optimizer for sparse gradients and one for dense gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        table, *dense = parameters
+        self.parts = [SparseAdam([table]), SGD(dense, lr=0.1)]
+        super().__init__([group for each in self.parts for group in each.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
+        for each in self.parts:
+            each.step()
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(4, 8, sparse=True), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table((x[:, 0] > 0).long()))
+
+
+def test_inner_optimizer_of_sparse_gradients_trains_as_in_fp32() -> None:
+    plain, half = Regression(Embedded, Together), Regression(Embedded, Together)
+    start = parameters_of(plain)
+    fit(plain, None, loader(4))
+    fit(half, BalancedAMP(loss_scale=SCALES["dynamic"]), loader(4))
+    assert_trained_alike(half, plain, start, torch.float16)
 
 
 def test_fused_optimizer_with_grad_scale_unscales_by_itself() -> None:

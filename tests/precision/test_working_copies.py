@@ -198,12 +198,26 @@ def test_step_of_one_network_keeps_the_graph_of_another(attached: Any) -> None:
     assert generator.weight.grad.norm() > 0
 
 
+def test_refresh_of_unchanged_weights_keeps_the_graphs_of_earlier_steps(attached: Any) -> None:
+    layer = nn.Linear(6, 4)
+    working = attached(layer)
+    losses = []
+    for _ in range(2):
+        x = X.clone().requires_grad_()  # whose gradient needs the weight
+        losses.append(run(layer, x).float().square().mean())
+        working.refresh()
+    sum(losses).backward()
+    assert layer.weight.grad is not None
+
+
 def test_backward_after_a_write_to_the_weights_raises_as_without_copies(
     attached: Any,
 ) -> None:
     module = network()
     working = attached(module)
     loss = run(module, X).float().square().mean()
+    with torch.no_grad():
+        module[3].weight.zero_()
     working.refresh()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -207,11 +207,9 @@ class ScaledPrecision(Precision, ForLightning):
         return super().pre_backward(tensor, module)
 
     @override
-    def backward(  # type: ignore[override]
-        self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         with self.backward_context(model):
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+            super().backward(tensor, model, *args, **kwargs)
 
     @contextlib.contextmanager
     def backward_context(self, model: nn.Module) -> Iterator[None]:
@@ -228,7 +226,7 @@ class ScaledPrecision(Precision, ForLightning):
 
     def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of forwards that a backward recomputes (activation checkpointing)."""
-        return contextlib.nullcontext()
+        return self._compute_context()
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -305,14 +303,16 @@ class ScaledPrecision(Precision, ForLightning):
             self._unscale(optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        for _, gradient in self.named_gradients(optimizer):
+            self._unscaled.clip_(gradient, clip_val)
+
     def request_skip(self, is_wanted: Tensor) -> None:
         """Request in `on_before_optimizer_step` that the following step be skipped.
 
-        The step counts as skipped but does not change the loss scale.
-
-        Args:
-            is_wanted: 0-d tensor on any device, nonzero to skip. It is copied to the host together
-                with the overflow flag, without another host sync.
+        The step counts as skipped but does not change the loss scale. `is_wanted` is a 0-d tensor,
+        nonzero to skip; it is copied to the host with the overflow flag, without another host sync.
         """
         self._skip_request = is_wanted
 
@@ -343,11 +343,10 @@ class ScaledPrecision(Precision, ForLightning):
 
     def _update_scale(self) -> None:
         """Update the loss scale, and rescale gradients that are kept for a later step."""
-        if self.scaler is None:
-            return
-        # Optimizers that did not step now (GANs) hold gradients in the old scale.
-        parameters = (p for each in self._ledger.optimizers for p in self.main_params(each))
-        self._unscaled.follow(self.scaler.update(), parameters)
+        if self.scaler is not None:
+            # Optimizers that did not step now (GANs) hold gradients in the old scale.
+            parameters = (p for each in self._ledger.optimizers for p in self.main_params(each))
+            self._unscaled.follow(self.scaler.update(), parameters)
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         return any(p.grad is not None for p in self.main_params(optimizer))
@@ -388,7 +387,7 @@ class ScaledPrecision(Precision, ForLightning):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scaler is not None and state_dict:
+        if self.scaler is not None and "scale" in state_dict:  # a bf16 run has no scale
             self.scaler.load_state_dict(state_dict)
 
     @override

@@ -54,8 +54,10 @@ def hold_global_step(model: "pl.LightningModule") -> None:
         progress = loop.automatic_optimization.optim_progress.optimizer.step
     else:
         progress = loop.manual_optimization.optim_step_progress
-    progress.total.completed -= 1
-    progress.current.completed -= 1
+    for tracker in (progress.total, progress.current):
+        if tracker.ready > tracker.completed:  # Lightning does not count steps in hooks
+            tracker.ready -= 1
+            tracker.completed -= 1
 
 
 def stop_rate_finder(model: Any) -> bool:

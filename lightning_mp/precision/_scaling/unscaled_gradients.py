@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.precision.loss_scaler import LossScaler
 
 __all__ = ["UnscaledGradients"]
@@ -64,8 +63,8 @@ class UnscaledGradients:
 
     def has_inf(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether any unscaled gradient is NaN or inf, so that its step will be skipped."""
-        ours = _gradients(p for p in parameters if id(p) in self._unscaled and self._scaler)
-        return any(not local_shard(grad).isfinite().all() for grad in ours)
+        ours = _gradients(p for p in parameters if id(p) in self._unscaled)
+        return self._scaler is not None and self._scaler.unscale_(ours, scale=1).item() != 0
 
     def unscale(self, parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
         """Cast the gradients of parameters to fp32 and unscale those that are still scaled.
@@ -90,6 +89,13 @@ class UnscaledGradients:
             bad = self._scaler.unscale_(_gradients(before), device=device, scale=1.0)
             found_inf = torch.maximum(found_inf, bad)
         return found_inf
+
+    def clip_(self, gradient: Tensor, limit: float) -> None:
+        """Clip a gradient by value, but keep inf, by which the step finds the overflow."""
+        clipped = gradient.clamp(-limit, limit)
+        gradient.copy_(
+            torch.where(gradient.isinf(), gradient, clipped) if self._scaler else clipped
+        )
 
     def scale_again(self) -> None:
         """Scale the unscaled gradients that remain, before a backward adds to them."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -37,9 +38,10 @@ def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) ->
     outputs are fp32, like the residual stream of most models under autocast.
     """
     for module in modules:
-        if "forward" not in module.__dict__:
+        original = module.__dict__.get("forward")
+        if not hasattr(original, "computes_in_fp32"):  # since an earlier call
             # Not hooks, so that `torch.compile` can trace the region without autocast.
-            replace_forward(module, _forward_in_fp32, undo)
+            replace_forward(module, _in_fp32(original), undo)
 
 
 def replace_forward(
@@ -51,11 +53,11 @@ def replace_forward(
     own = types.FunctionType(
         _code_for(f"{kind.__module__}.{kind.__qualname__}.forward", forward.__code__),
         forward.__globals__,
-        forward.__name__,  # pickle looks up this name
+        "forward",  # pickle looks up this name
         forward.__defaults__,
         forward.__closure__,
     )
-    own.__dict__.update(forward.__dict__)
+    own.__dict__.update(forward.__dict__, __wrapped__=kind.forward)  # its signature
     module.__dict__["forward"] = types.MethodType(own, module)
 
     def restore() -> None:
@@ -75,13 +77,19 @@ def _code_for(name: str, code: types.CodeType) -> types.CodeType:
     return code.replace(co_name=name)
 
 
-def _forward_in_fp32(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # The first input tensor, because a module may have no parameters.
-    device = next(iter([*tensors_in((args, kwargs)), *module.parameters()])).device
-    with torch.autocast(device.type, enabled=False):
-        args, kwargs = cast_floats((args, kwargs), torch.float32)
-        # Through the class: a stored bound method would use the weights of the original in a copy.
-        return type(module).forward(module, *args, **kwargs)
+def _in_fp32(original: Callable[..., Any] | None) -> Callable[..., Any]:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = itertools.chain(module.parameters(), module.buffers(), tensors_in((args, kwargs)))
+        first = next(own, None)
+        with torch.autocast("cpu" if first is None else first.device.type, enabled=False):
+            args, kwargs = cast_floats((args, kwargs), torch.float32)
+            if original is not None:
+                return original(*args, **kwargs)
+            # Not a bound method, which would use the weights of the original in a copy.
+            return type(module).forward(module, *args, **kwargs)
+
+    forward.computes_in_fp32 = True  # type: ignore[attr-defined]
+    return forward
 
 
 def outermost(modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:

@@ -161,7 +161,6 @@ class WorkingCopies:
             call = original or types.MethodType(type(module).forward, module)
             return run(module, call, *args, **kwargs)
 
-        forward.__wrapped__ = type(module).forward  # type: ignore[attr-defined]  # its signature
         replace_forward(module, forward, self._undo)
 
     # --- while a module computes -----------------------------------------------------------------
@@ -275,7 +274,7 @@ class WorkingCopies:
         return entry
 
     def refresh(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Update all or some copies by one multi-tensor copy; not while a graph holds them."""
+        """Update all or some copies by one multi-tensor copy."""
         pairs: Iterable[tuple[Any, Entry]] = self._ledger
         if parameters is None:
             self._kept |= self._writing  # not earlier, for recomputed forwards
@@ -288,7 +287,11 @@ class WorkingCopies:
         fitting = [(p, entry) for p, entry in pairs if _fits(entry, p)]
         if fitting:
             with torch.inference_mode(False), torch.no_grad():
-                copies = [entry.beside for _, entry in fitting]
+                # Graphs of earlier steps may hold copies of weights that have not changed since.
+                is_start = parameters is None
+                copies = [
+                    e.beside.data if is_start and e.is_current(p) else e.beside for p, e in fitting
+                ]
                 torch._foreach_copy_(copies, [p for p, _ in fitting])
         for parameter, entry in fitting:
             entry.note(parameter)
