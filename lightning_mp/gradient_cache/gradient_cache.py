@@ -1,10 +1,6 @@
 """`GradientCache`: runs towers in micro-batches and holds the activations of one at a time.
 
-First run: `features = tower(batch)`, micro-batch by micro-batch; each graph is freed at once. The
-loss turns the features into the cotangent `dL/dfeatures`. Replay, inside the backward of the loss:
-each micro-batch runs again from the same generator states, and `backward(dL/dfeatures[rows])` adds
-its gradients to separate sums. By the chain rule the sums are exactly the gradients of the whole
-batch. The price is one more forward.
+docs/how-it-works.md explains the two runs of a tower and why their gradients are exact.
 """
 
 import functools
@@ -12,8 +8,8 @@ import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,25 +26,28 @@ from lightning_mp.gradient_cache._served.arguments import (
 from lightning_mp.gradient_cache._served.auto_size import find_micro_batch_size
 from lightning_mp.gradient_cache._served.autograd import attach_replay
 from lightning_mp.gradient_cache._served.call import Replayed, TowerCall
-from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
 from lightning_mp.gradient_cache._served.outputs import Outputs
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.sharding import is_alone, reduce_remaining, set_reduction
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.numerics.async_readback import AsyncReadback
 
-__all__ = ["GradientCache"]
+__all__ = ["CHECKS", "GradientCache"]
 
 _log = logging.getLogger(__name__)
 _UNUSED_BYTES = 2**20  # unused outputs of at least this size draw a warning
 
+CHECKS: dict[str, Check | str] = {
+    "micro_batch_size activation_bytes": "[1, inf)",
+    "prefetch": "[0, inf)",
+    "replay_tolerance": "[0, inf]",
+    "roles": Check(test=DeclaredRoles, words="a mapping of names to roles"),
+}
+"""Checks of the arguments that the strategies take, too, beyond their annotations."""
+_DEVICE = Check(take=torch.device, words="a device", fix="Pass 'cuda', 'cuda:1' or 'cpu'.")
 
-@explains_arguments(
-    checks={
-        **CHECKS,
-        "device": Check(take=torch.device, words="a device", fix="Pass 'cuda', 'cuda:1' or 'cpu'."),
-    }
-)
+
+@explains_arguments(checks={**CHECKS, "device": _DEVICE})
 class GradientCache:
     """Runs towers in micro-batches and replays them in the backward; works in any training loop.
 
@@ -92,10 +91,22 @@ class GradientCache:
         loss.backward()
     """
 
-    @takes_config(CacheConfig)
-    def __init__(self, *, config: CacheConfig) -> None:
-        self._config = config
-        self.declared = DeclaredRoles(config.roles, self)
+    def __init__(
+        self,
+        *,
+        micro_batch_size: int | Literal["auto"],
+        activation_bytes: int | None = None,
+        device: torch.device | str | None = None,
+        prefetch: int = 2,
+        roles: Mapping[str, str] | None = None,
+        replay_tolerance: float | None = None,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._micro_batch_size, self._activation_bytes = micro_batch_size, activation_bytes
+        self._device: Any = device  # the check has made it a `torch.device`
+        self._prefetch, self._context = prefetch, context
+        self._replay_tolerance = replay_tolerance
+        self.declared = DeclaredRoles(roles, self)
         self.roles: dict[str, dict[str, dict[str, str]]] = {}
         """Roles of the `"arguments"` and `"outputs"` of each tower, by name."""
         self._trained: list[Tensor] = []
@@ -148,7 +159,7 @@ class GradientCache:
         try:
             with ExitStack() as interceptions:
                 for tower in found:
-                    interceptions.enter_context(tower.intercepted(self._serve))
+                    interceptions.enter_context(tower.intercepted(self._run))
                 yield
             if self.declared.is_open:
                 self.declared.check(towers)
@@ -237,13 +248,6 @@ class GradientCache:
         self._check_differences(self._differences.drain())
         self.declared.check()
 
-    def _serve(
-        self, tower: Tower, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        if self._in_a_tower:  # the outer tower replays the call with its own
-            return original(*args, **kwargs)
-        return self._run(tower, original, args, kwargs)
-
     def _run(
         self,
         tower: Tower,
@@ -251,6 +255,8 @@ class GradientCache:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if self._in_a_tower:  # the outer tower replays the call with its own
+            return function(*args, **kwargs)
         name = tower.name
         _check_no_transform(name)
         if self._has_pending_differences:
@@ -260,7 +266,7 @@ class GradientCache:
         self.calls += 1
         earlier = self._earlier[name, id(tower.module)]
         arguments = Arguments(tower, args, kwargs, self.declared, earlier, self._expected_rows)
-        rows = self._config.micro_batch_size
+        rows = self._micro_batch_size
         if not arguments.batch_size:  # such as the images of a batch without images
             if not is_alone() and (tower.sharded or rows == "auto"):
                 raise ValueError(
@@ -269,9 +275,9 @@ class GradientCache:
                     "`micro_batch_size='auto'`. Pass at least one row on each rank."
                 )
             # On the device of the towers, too.
-            args, kwargs = map_tensors((args, kwargs), lambda x: x.to(self._config.device))
+            args, kwargs = map_tensors((args, kwargs), lambda x: x.to(self._device))
             return function(*args, **kwargs)
-        call = TowerCall(self._config, tower, function, arguments)
+        call = TowerCall(tower, function, arguments, self._device, self._prefetch, self._context)
         call.trained.refuse = functools.partial(self._refuse_stored, name)
         was_in_a_tower, self._in_a_tower = self._in_a_tower, True
         try:
@@ -309,7 +315,7 @@ class GradientCache:
         name = call.tower if torch.is_grad_enabled() else f"{call.tower} (without grad)"
         if name not in self.micro_batch_sizes:
             trained = self._trained or call.trained.parameters
-            found = find_micro_batch_size(call, self._config.activation_bytes, trained)
+            found = find_micro_batch_size(call, self._activation_bytes, trained)
             self.micro_batch_sizes[name] = found
         return self.micro_batch_sizes[name]
 
@@ -329,7 +335,8 @@ class GradientCache:
         finally:
             self._in_a_tower = was_in_a_tower
         self._warn_about_unused_outputs(call.tower, replayed)
-        difference, tolerance = replayed.difference, replayed.tolerance
+        difference, tolerance = replayed.difference, self._replay_tolerance
+        tolerance = replayed.rounding_noise if tolerance is None else tolerance
         if difference is not None and tolerance < float("inf"):
             context = {"tower": call.tower, "tolerance": tolerance}
             if call.device.type == "cpu":  # reading the number does not wait for a device

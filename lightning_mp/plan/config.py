@@ -52,7 +52,7 @@ def subject_of_config(settings: dict[str, Any], precision: str | None = None) ->
         # A run determines the size of "auto".
         micro_batch=256 if micro_batch == "auto" else micro_batch,
         offload=strategy.offload == "host",
-        prefetch=strategy._config.prefetch,
+        prefetch=strategy.prefetch,
         loader_batches=strategy.loader_batches_per_step,
         loader_pairs=run.pairs,
         devices=devices,

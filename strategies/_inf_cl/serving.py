@@ -1,7 +1,7 @@
 """Gradient caching in a strategy, shared by `InfCLStrategy` and `InfCLModelParallelStrategy`."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import functools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -22,10 +22,9 @@ from typing_extensions import override
 from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp._foreign import ForLightning
 from lightning_mp.contrastive._exchange.exchange import CollectiveError
-from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
-from lightning_mp.gradient_cache.gradient_cache import GradientCache
+from lightning_mp.gradient_cache.gradient_cache import CHECKS, GradientCache
 from lightning_mp.strategies._inf_cl.joining import field_roles, local_ids
 from lightning_mp.strategies._inf_cl.loader_batches import (
     drop_states,
@@ -61,20 +60,17 @@ class ServesTowers(ForLightning, _Strategy):
     Its arguments are those of `InfCLStrategy`; all others are passed to the strategy.
     """
 
-    # The strategy sets `device` and `context` of the cache.
-    @takes_config(
-        CacheConfig,
-        without=("device", "context"),
-        documented=GradientCache,
-        micro_batch_size=256,
-    )
     def __init__(
         self,
         *,
-        config: CacheConfig,
         towers: Sequence[str] = ("visual", "text"),
         loader_batches_per_step: int = 1,
         offload: Literal["none", "host"] = "none",
+        micro_batch_size: int | Literal["auto"] = 256,
+        activation_bytes: int | None = None,
+        prefetch: int = 2,
+        roles: Mapping[str, str] | None = None,
+        replay_tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
         self._check_strategy_arguments(kwargs)
@@ -82,11 +78,22 @@ class ServesTowers(ForLightning, _Strategy):
         self.towers = tuple(towers)
         self.loader_batches_per_step = loader_batches_per_step
         self.offload = offload
-        self.micro_batch_size = config.micro_batch_size
-        self._config = config
+        self.micro_batch_size = micro_batch_size
+        self.prefetch = prefetch
+        self._make_cache = functools.partial(
+            GradientCache,
+            micro_batch_size=micro_batch_size,
+            activation_bytes=activation_bytes,
+            prefetch=prefetch,
+            roles=roles,
+            replay_tolerance=replay_tolerance,
+        )
+        self._declared = DeclaredRoles(roles)
         self._cache: GradientCache | None = None
         self._micro_batch_sizes: dict[str, int] = {}
         self._ids_are_checked = False  # whether the `ids` of the first step were checked
+
+    __init__.__doc__ = GradientCache.__doc__  # explains the arguments of the cache, for `--help`
 
     # Only the setter differs.
     @ParallelStrategy.precision_plugin.setter  # type: ignore[attr-defined]
@@ -104,8 +111,7 @@ class ServesTowers(ForLightning, _Strategy):
         if fitting:
             _warn_about_mixed_rows(self._find_towers())  # again: set-up may replace modules
             context = self.precision_plugin.train_step_context
-            config = replace(self._config, device=self.root_device, context=context)
-            self._cache = GradientCache(**vars(config))
+            self._cache = self._make_cache(device=self.root_device, context=context)
             self._cache.declared.owner, self._cache.declared.agree = self, self._on_any_rank
             # A checkpoint may have been loaded before the cache existed.
             self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
@@ -202,11 +208,10 @@ class ServesTowers(ForLightning, _Strategy):
         if self.loader_batches_per_step == 1:
             return dataloader
         pin = self.root_device.type == "cuda"
-        declared = DeclaredRoles(self._config.roles)
         gathered = gather_batches(
             dataloader,
             self.loader_batches_per_step,
-            declared,
+            self._declared,
             pin=pin,
             epoch_batches=lambda: loop.max_batches,
         )
@@ -224,7 +229,7 @@ class ServesTowers(ForLightning, _Strategy):
         Returns:
             Roles by name, under `"arguments"` and `"outputs"` of each tower called in this run.
         """
-        fields = field_roles(batch, DeclaredRoles(self._config.roles))
+        fields = field_roles(batch, self._declared)
         roles = {"batch": {"fields": {path: str(role) for path, role in fields.items()}}}
         return {**({} if batch is None else roles), **(self._cache.roles if self._cache else {})}
 
@@ -247,7 +252,7 @@ class ServesTowers(ForLightning, _Strategy):
     def _check_local_ids(self, batch: Any) -> None:
         """Warn if each rank numbers its `ids` from 0, because losses compare ids across ranks."""
         self._ids_are_checked = True
-        name = local_ids(batch, DeclaredRoles(self._config.roles))
+        name = local_ids(batch, self._declared)
         (differs,) = self._on_any_rank([name is None])
         if not differs:
             rank_zero_warn(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_mp.gradient_cache._served.arguments import Arguments
 from lightning_mp.gradient_cache._served.autograd import GradientSums, TrainedLeaves
-from lightning_mp.gradient_cache._served.config import CacheConfig
 from lightning_mp.gradient_cache._served.micro_batches import MicroBatches, SharedWriteError
 from lightning_mp.gradient_cache._served.outputs import Outputs, Sketch, check_no_tangents
 from lightning_mp.gradient_cache._served.sharding import (
@@ -37,7 +36,8 @@ class Replayed(NamedTuple):
     """Gradients of the inputs, then of the trained leaves."""
     difference: Tensor | None
     """Relative difference between its outputs and the call's, 0-d; `None` if not compared."""
-    tolerance: float
+    rounding_noise: float
+    """The difference that rounding may cause."""
     unused: dict[str, int]
     """Bytes of outputs that got no gradient, by name."""
     used_bytes: int
@@ -58,10 +58,16 @@ class TowerCall:
     """A call of a tower; `function` runs the tower without an interception."""
 
     def __init__(
-        self, config: CacheConfig, tower: Tower, function: Callable[..., Any], arguments: Arguments
+        self,
+        tower: Tower,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        device: torch.device | None,
+        prefetch: int,
+        context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._config, self.tower, self.sharded = config, tower.name, tower.sharded
-        self._function, self.module, self._arguments = function, tower.module, arguments
+        self.tower, self.module, self.sharded = tower.name, tower.module, tower.sharded
+        self._function, self._arguments, self._context = function, arguments, context
         self.batch_size = arguments.batch_size
         leaves = arguments.leaves
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -73,13 +79,12 @@ class TowerCall:
         self.inputs: list[Tensor] = [leaves[index] for index in self._with_grad]
         self.outputs = Outputs(tower.name, arguments)
         check_no_tangents(tower.name, tensors)
-        device = None if config.device is None else torch.device(config.device)
         self._micro_batches = MicroBatches(
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             arguments.roles,
             batch_size=self.batch_size,
             device=device,
-            prefetch=config.prefetch,
+            prefetch=prefetch,
             with_grad=self._with_grad,
         )
         self.device = device or (tensors[0].device if tensors else torch.device("cpu"))
@@ -213,7 +218,7 @@ class TowerCall:
             for (rows, leaves), first_run in zip(
                 self._micro_batches, self._first_runs, strict=True
             ):
-                with torch.enable_grad(), self._config.context():
+                with torch.enable_grad(), self._context():
                     inputs = self._micro_batches.for_grad(leaves)
                     args, kwargs = self._arguments.rebuild(leaves)
                     self._buffers.rewind()
@@ -250,15 +255,13 @@ class TowerCall:
         differences: list[Tensor],
         cotangents: Sequence[Tensor | None],
     ) -> Replayed:
-        tolerance = self._config.replay_tolerance
+        used = (*cotangents, *self.trained.leaves.values())
+        dtypes = {x.dtype for x in used if x is not None}
+        noise = rounding_noise(dtypes | self._autocast_dtypes, self.device)
         is_exact = torch.are_deterministic_algorithms_enabled()
         # Clones of overwritten rows have other addresses, on which the order of sums may depend.
-        if tolerance is None and is_exact and not self._micro_batches.has_overwritten_rows:
-            tolerance = 0.0
-        elif tolerance is None:
-            used = (*cotangents, *self.trained.leaves.values())
-            dtypes = {x.dtype for x in used if x is not None}
-            tolerance = rounding_noise(dtypes | self._autocast_dtypes, self.device)
+        if is_exact and not self._micro_batches.has_overwritten_rows:
+            noise = 0.0
         of = self.outputs
         sizes = zip(of.names, self._bytes, of.needs_grad, cotangents, strict=True)
         # The loss may use outputs without grad, such as masks.
@@ -266,7 +269,7 @@ class TowerCall:
         used_bytes = sum(self._bytes) - sum(unused.values())
         # A single number needs a single copy to the host.
         difference = torch.stack(differences).max() if differences else None
-        return Replayed(gradients, difference, tolerance, unused, used_bytes)
+        return Replayed(gradients, difference, noise, unused, used_bytes)
 
     def _run(self, leaves: list[Any]) -> tuple[Any, list[Tensor]]:
         """Run the tower, and return its result and the leaves that get gradients."""
