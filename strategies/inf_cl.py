@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
-from lightning_mp.gradient_cache.gradient_cache import GradientCache
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from lightning_mp.strategies._inf_cl.averaging import GradientAverage, sparse_weights
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
@@ -86,7 +85,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
         super().setup(trainer)
 
     @override
-    def _complete_gradients(self, cache: GradientCache) -> None:
+    def _complete_gradients(self) -> None:
         model = self.model
         # False inside `no_sync`, which Lightning enters during gradient accumulation.
         if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:

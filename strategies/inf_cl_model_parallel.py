@@ -16,7 +16,6 @@ from typing_extensions import override
 from lightning_mp._arguments import explains_arguments, refuse_values
 from lightning_mp.gradient_cache._served.sharding import unsharded_parameters
 from lightning_mp.gradient_cache._served.towers import sharded_modules
-from lightning_mp.gradient_cache.gradient_cache import GradientCache
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from lightning_mp.strategies._inf_cl.averaging import GradientAverage
@@ -81,7 +80,6 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         self._reduces = True
         super().setup(trainer)
         module = self.lightning_module
-        assert module is not None
         if not sharded_modules(module):
             raise MisconfigurationException(
                 f"Passed `{type(self).__name__}`, but no module is sharded. Call `fully_shard` in "
@@ -97,14 +95,12 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
             self._check_clipping(trainer)
 
     @override
-    def _complete_gradients(self, cache: GradientCache) -> None:
+    def _complete_gradients(self) -> None:
         # Only FSDP2's hooks give sharded parameters their gradients, and the hooks do not run in
         # a nested backward. So replays follow the backward, in the context of a backward.
-        plugin, module = self.precision_plugin, self.lightning_module
-        assert module is not None
-        is_ours = isinstance(plugin, BalancedAMP)
-        with plugin.backward_context(module) if is_ours else nullcontext():
-            cache.finish(reduce=self._reduces)
+        plugin, is_ours = self.precision_plugin, isinstance(self.precision_plugin, BalancedAMP)
+        with plugin.backward_context(self.lightning_module) if is_ours else nullcontext():
+            self._cache.finish(reduce=self._reduces)
         if self._reduces and self.world_size > 1:
             self._average.over_ranks(self._unsharded)
         self._reshard()
@@ -120,7 +116,6 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         # FSDP2 has no `no_sync`, which Lightning enters here for DDP.
         modules = sharded_modules(self.lightning_module)
         self._reduces = False
-        assert self._cache is not None
         self._cache.unreduced.update(dict.fromkeys(modules))
         for submodule in modules:
             submodule.set_requires_gradient_sync(False, recurse=False)

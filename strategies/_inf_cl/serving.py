@@ -36,7 +36,9 @@ from lightning_mp.strategies._inf_cl.loader_order import sampler_of
 __all__ = ["ServesTowers"]
 
 if TYPE_CHECKING:  # the class it is mixed into
-    _Strategy = ParallelStrategy
+
+    class _Strategy(ParallelStrategy):
+        lightning_module: pl.LightningModule  # type: ignore[assignment]  # set by the Trainer
 else:
     _Strategy = object
 
@@ -89,7 +91,7 @@ class ServesTowers(ForLightning, _Strategy):
             replay_tolerance=replay_tolerance,
         )
         self._declared = DeclaredRoles(roles)
-        self._cache: GradientCache | None = None
+        self._cache = self._make_cache()
         self._micro_batch_sizes: dict[str, int] = {}
         self._ids_are_checked = False  # whether the `ids` of the first step were checked
 
@@ -113,13 +115,11 @@ class ServesTowers(ForLightning, _Strategy):
             context = self.precision_plugin.train_step_context
             self._cache = self._make_cache(device=self.root_device, context=context)
             self._cache.declared.owner, self._cache.declared.agree = self, self._on_any_rank
-            # A checkpoint may have been loaded before the cache existed.
+            # A checkpoint may have been loaded before.
             self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self._cache is not None
-        assert self.lightning_module is not None
         # Lightning passes the batch first, then its index and the index of the loader.
         batch = args[0] if args else next(iter(kwargs.values()), None)
         if self.world_size > 1 and not self._ids_are_checked:
@@ -140,7 +140,6 @@ class ServesTowers(ForLightning, _Strategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         # Before the backward, which without cached towers needs the activations of all rows. DDP's
         # reducer is not prepared.
-        assert self._cache is not None
         if not self._cache.calls:
             raise MisconfigurationException(
                 f"Passed `{type(self).__name__}(towers={list(self.towers)})`, but the first "
@@ -156,25 +155,21 @@ class ServesTowers(ForLightning, _Strategy):
     ) -> Tensor:
         self.pre_backward(closure_loss)
         plugin, module = self.precision_plugin, self.lightning_module
-        assert self._cache is not None
-        assert module is not None
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         # Before `on_after_backward`, which sees the gradients of the global batch, as under DDP.
-        self._complete_gradients(self._cache)
+        self._complete_gradients()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
     @override
     def teardown(self) -> None:
-        cache, self._cache = self._cache, None
         super().teardown()
-        # After the strategy's teardown, because the checks may raise.
-        if cache is not None:
-            # At the end of a run, ranks may not reach the same check.
-            cache.declared.is_open = False
-            cache.check()  # the last replays on a GPU are not compared yet
+        # After the strategy's teardown, because the checks may raise. At the end of a run, ranks
+        # may not reach the same check of declared names.
+        self._cache.declared.is_open = False
+        self._cache.check()  # the last replays on a GPU are not compared yet
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -189,30 +184,27 @@ class ServesTowers(ForLightning, _Strategy):
         if self.loader_batches_per_step == 1:
             drop_states(checkpoint)
         self._micro_batch_sizes = dict(checkpoint.get(_CHECKPOINT_KEY, {}))
-        if self._cache is not None:
-            self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
+        self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
         return checkpoint
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        module = self.lightning_module
-        # Only training loaders are changed.
-        if module is None or not module.trainer.training:
+        trainer = self.lightning_module.trainer
+        if not trainer.training:  # only training loaders are changed
             return dataloader
-        loop: Any = module.trainer.fit_loop
+        loop: Any = trainer.fit_loop
         sampler = sampler_of(dataloader)
         if hasattr(sampler, "set_epoch"):
             # In a resumed run, Lightning sets it only after workers have received first indices.
             sampler.set_epoch(loop.epoch_progress.current.processed)
         if self.loader_batches_per_step == 1:
             return dataloader
-        pin = self.root_device.type == "cuda"
         gathered = gather_batches(
             dataloader,
             self.loader_batches_per_step,
             self._declared,
-            pin=pin,
+            pin=self.root_device.type == "cuda",
             epoch_batches=lambda: loop.max_batches,
         )
         is_within = loop.restarting and loop.epoch_loop.batch_progress.current.ready
@@ -229,16 +221,16 @@ class ServesTowers(ForLightning, _Strategy):
         Returns:
             Roles by name, under `"arguments"` and `"outputs"` of each tower called in this run.
         """
-        fields = field_roles(batch, self._declared)
-        roles = {"batch": {"fields": {path: str(role) for path, role in fields.items()}}}
-        return {**({} if batch is None else roles), **(self._cache.roles if self._cache else {})}
+        if batch is None:
+            return dict(self._cache.roles)
+        fields = {path: str(role) for path, role in field_roles(batch, self._declared).items()}
+        return {"batch": {"fields": fields}, **self._cache.roles}
 
     @override
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        module = self.lightning_module
-        if self.offload == "host" and module is not None and module.trainer.training:
+        if self.offload == "host" and self.lightning_module.trainer.training:
             # The cache copies micro-batches to the device when towers need them.
             device = torch.device("cpu")
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -262,7 +254,7 @@ class ServesTowers(ForLightning, _Strategy):
                 f"`roles={{{name!r}: 'rows'}}`."
             )
 
-    def _complete_gradients(self, cache: GradientCache) -> None:
+    def _complete_gradients(self) -> None:
         """Average the gradients over ranks after a backward."""
         raise NotImplementedError
 
@@ -278,7 +270,6 @@ class ServesTowers(ForLightning, _Strategy):
         self._micro_batch_sizes = dict(sizes)
         found = ", ".join(f"{rows} rows for `{name}`" for name, rows in new.items())
         rank_zero_info(f"{type(self).__name__}(micro_batch_size='auto') chose {found}.")
-        assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         for logger in trainer.loggers:
             metrics = {f"micro_batch_size/{name}": float(rows) for name, rows in new.items()}
@@ -286,7 +277,6 @@ class ServesTowers(ForLightning, _Strategy):
 
     def _find_towers(self) -> list[Tower]:
         module = self.lightning_module
-        assert module is not None
         if module._compiler_ctx is not None:
             raise MisconfigurationException(
                 f"Passed `torch.compile({type(module).__name__}())` with `{type(self).__name__}`. "

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mp import ContrastiveLoss, InfCLStrategy
 from tests.processes import run_ranks
-from tests.strategies.models import TinyCLIP, gather_batches, make_trainer, pairs
+from tests.strategies.models import TinyCLIP, gather_batches, loader, make_trainer, pairs
 
 SEVERAL = {"image": "rows", "text": "rows", "positives": "row numbers of text"}
 
@@ -237,6 +237,12 @@ def test_strategy_returns_the_roles_of_the_fields_of_a_batch() -> None:
     assert strategy.roles_of(batch) == {
         "batch": {"fields": {**SEVERAL, "prompt": "whole", "names": "rows", "n": "whole"}}
     }
+
+
+def test_roles_of_towers_are_known_after_the_run() -> None:
+    strategy = InfCLStrategy(micro_batch_size=4)
+    make_trainer(strategy, max_steps=1).fit(TinyCLIP(), loader(8, 8))
+    assert strategy.roles_of()["text"] == {"arguments": {"input": "rows"}, "outputs": {"": "rows"}}
 
 
 def _batches(positives: Any, count: int = 2) -> list[dict[str, Any]]:
