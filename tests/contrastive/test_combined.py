@@ -129,6 +129,13 @@ def test_loss_equals_the_dense_formula(case: str, sizes: Sizes, has_ids: bool) -
         assert torch.allclose(value, wanted, rtol=1e-12, atol=1e-14)
 
 
+def test_small_hardness_is_not_rounded_with_a_half_scale() -> None:
+    image, text, *_ = batch([(9, 9)])
+    loss_fn, scale = ContrastiveLoss(hardness=0.1), torch.tensor(100.0)
+    # In bf16, 100 and 100.1 are equal.
+    assert torch.equal(loss_fn(image, text, scale.bfloat16()), loss_fn(image, text, scale))
+
+
 @pytest.mark.parametrize("case", ["joint both both 5", "each both none 5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fp32_and_bf16_are_close_to_the_dense_formula(case: str, dtype: torch.dtype) -> None:

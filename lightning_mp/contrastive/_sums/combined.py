@@ -66,7 +66,8 @@ def _matrices(plan: Plan) -> list[LogitMatrix]:
         return dataclasses.replace(plan, request=dataclasses.replace(request, **changed))
 
     if request.hardness and plan.has_terms.rows:
-        harder = request.scale + request.hardness
+        # In the state dtype, because a scale of 100 in bf16 would round a hardness of 0.1 away.
+        harder = plan.scale + request.hardness
         matrices = [LogitMatrix(of(scale=harder, directions="image_to_text"))]
         if plan.has_terms.columns:
             matrices.append(LogitMatrix(of(directions="text_to_image")))
