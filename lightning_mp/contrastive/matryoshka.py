@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments, refuse_values
-from lightning_mp.contrastive._call.request import PairArguments, Request
+from lightning_mp.contrastive._call.request import GIVEN, PairArguments, Request
 from lightning_mp.contrastive._sums.agreement import refuse_on_all_ranks
 from lightning_mp.contrastive.loss import ContrastiveLoss
 from lightning_mp.contrastive.statistics import LossStatistics
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["MatryoshkaLoss"]
-
-_CALL = tuple(PairArguments.__annotations__)
 
 
 @explains_arguments(
@@ -110,11 +108,11 @@ class MatryoshkaLoss(nn.Module):
             statistics: Return a tuple of the loss and the `LossStatistics` of the largest width.
             pairs: Further arguments of a call of `loss`, such as `ids`.
         """
-        unknown = [name for name in pairs if name not in _CALL]
+        unknown = [name for name in pairs if name not in GIVEN]
         if unknown:
             raise TypeError(
                 f"Passed `{unknown[0]}` to a call of `MatryoshkaLoss`. Besides features, scale and "
-                f"bias, a call takes {', '.join(f'`{name}`' for name in _CALL)}. Other options "
+                f"bias, a call takes {', '.join(f'`{name}`' for name in GIVEN)}. Other options "
                 "belong to the constructor of its `loss`."
             )
         inputs = (image_features, text_features, logit_scale, logit_bias)

@@ -52,9 +52,10 @@ GRADIENT_ERROR = {torch.bfloat16: 4.1e-3, torch.float16: 6e-4, torch.float32: 8e
 def repaired_interpreter(rows: int | None = 64) -> Iterator[None]:
     """Repair the interpreter until the generator continues: the body of a fixture or a context.
 
-    Small shards also launch both variants of the softmax kernel, as large shards do. The
-    interpreter's time depends on the number of operations and not on their size, so integers are
-    not checked for overflow one by one.
+    Loads and stores outside of the memory of a kernel's arguments, which would read other tensors
+    on a GPU, raise an error. Small shards also launch both variants of the softmax kernel, as large
+    shards do. The interpreter's time depends on the number of operations and not on their size, so
+    integers are not checked for overflow one by one.
 
     Args:
         rows: Rows of a program of the kernels outside the sweeps; `None` for as few as on a GPU.
@@ -66,10 +67,13 @@ def repaired_interpreter(rows: int | None = 64) -> Iterator[None]:
     repairs: list[tuple[object, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
         (interpreter.InterpreterBuilder, "create_dot", _with_wide_operands),
         (interpreter.InterpreterBuilder, "cast_impl", _with_rounding),
+        (interpreter.InterpreterBuilder, "create_masked_load", _inside_of_arguments),
+        (interpreter.InterpreterBuilder, "create_masked_store", _inside_of_arguments),
         (interpreter.InterpreterBuilder, "create_masked_load", _with_mask_of_bools),
         (interpreter.InterpreterBuilder, "create_masked_store", _with_mask_of_bools),
         (interpreter, "_patch_lang_tensor", _with_index),
         (interpreter.GridExecutor, "__call__", _without_warnings),
+        (interpreter.GridExecutor, "__call__", _with_known_memory),
         (interpreter, "_get_np_dtype", _kept_by_name),
         (tl.block_type, "__init__", _kept_by_shape),
         (tl.tensor, "__init__", _kept_by_type),
@@ -147,6 +151,47 @@ def _with_mask_of_bools(access: Callable[..., Any]) -> Callable[..., Any]:
         mask = args[position]
         if isinstance(mask, TensorHandle):  # loads by descriptors pass arrays before triton 3.9
             mask.data = mask.data.astype(bool, copy=False)
+        return access(*args, **options)
+
+    return repaired
+
+
+_MEMORY: list[tuple[int, int]] = []
+"""First address of each argument of the kernel that runs, and the one behind its memory."""
+
+
+def _with_known_memory(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember where the arguments of a kernel are."""
+
+    @functools.wraps(launch)
+    def repaired(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = (getattr(x, "base", x) for x in (*args, *kwargs.values()))  # of descriptors
+        memories = (x.untyped_storage() for x in tensors if isinstance(x, Tensor))
+        _MEMORY[:] = {(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in memories}
+        if "contrastive" not in self.fn.__module__:  # takes addresses from tables
+            _MEMORY[:] = [(0, 2**63)]
+        return launch(self, *args, **kwargs)
+
+    return repaired
+
+
+def _inside_of_arguments(access: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise for addresses outside of the memory of all arguments."""
+    from triton.runtime.interpreter import TensorHandle
+
+    names = list(inspect.signature(access).parameters)
+    places = names.index("ptrs"), names.index("mask")
+
+    @functools.wraps(access)
+    def repaired(*args: Any, **options: Any) -> Any:
+        pointers, mask = (args[place] for place in places)
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        mask = mask.data if isinstance(mask, TensorHandle) else mask  # an array of a descriptor
+        first = pointers.data[np.broadcast_to(mask.astype(bool), pointers.data.shape)]
+        if first.size:
+            least, end = int(first.min()), int(first.max()) + size
+            is_inside = any(start <= least and end <= stop for start, stop in _MEMORY)
+            assert is_inside, f"{access.__name__} outside of all arguments"
         return access(*args, **options)
 
     return repaired

@@ -133,3 +133,11 @@ def test_repaired_interpreter_runs_torch_in_one_thread_and_restores_threads() ->
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+def test_load_outside_of_all_arguments_raises() -> None:
+    source, rounded = torch.zeros(16), torch.zeros(16, dtype=torch.bfloat16)
+    with _repaired():
+        _round_kernel[(1,)](source, rounded, SIZE=16)
+        with pytest.raises(Exception, match="outside of all arguments"):
+            _round_kernel[(1,)](source[:8].clone(), rounded, SIZE=16)
