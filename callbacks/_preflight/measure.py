@@ -16,7 +16,7 @@ from lightning_mp.callbacks._preflight.result import ModuleError, Preflight, ran
 from lightning_mp.callbacks._preflight.runs import Run, Runs
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.gradient_cache._served.arguments import is_array, open_tree, rows_of
-from lightning_mp.numerics.floats import HALF_DTYPES
+from lightning_mp.numerics.floats import HALF_DTYPES, ulps
 from lightning_mp.precision._weights.half_module import is_compiled
 
 __all__ = ["error_of", "module_errors", "relative"]
@@ -137,10 +137,7 @@ def _stagnant(runs: Runs) -> float:
             for p in group["params"]:
                 if p.requires_grad and p.dtype in HALF_DTYPES and lr > 0:
                     # An update below half a unit in the last place rounds back to the weight.
-                    dtype = torch.finfo(p.dtype)
-                    size = p.detach().float().abs().clamp(min=dtype.smallest_normal)
-                    unit = dtype.eps * 2.0 ** (torch.frexp(size)[1] - 1)
-                    still += float((lr < unit / 2).float().sum())
+                    still += float((lr < ulps(p) / 2).float().sum())
                     count += p.numel()
     return still / count if count else 0.0
 

@@ -50,12 +50,11 @@ def verdict_in_words(found: Preflight, plugin: str) -> str:
 
 
 def _settings_in_words(remedy: Remedy) -> str:
-    if remedy.half is not None:
-        return f"`BalancedAMP(half='{_NAMES[remedy.half]}')`"
     if remedy.loss_scale is not None:
         return f"an initial loss scale of {remedy.loss_scale:g}"
     lists = {kind: [n for k, n in remedy.names if k == kind] for kind, _ in remedy.names}
-    return " and ".join(f"`{kind}: [{', '.join(names)}]`" for kind, names in lists.items())
+    words = [] if remedy.half is None else [f"`BalancedAMP(half='{_NAMES[remedy.half]}')`"]
+    return " and ".join(words + [f"`{k}: [{', '.join(names)}]`" for k, names in lists.items()])
 
 
 def table_of(found: Preflight) -> str:
@@ -96,12 +95,16 @@ def settings_of(found: Preflight, plugin: Any) -> str:
     remedy, kind = found.remedy, type(plugin).__name__
     if not found.stagnates and not found.is_mended:
         return ""
-    is_ours = kind in _OURS and not found.stagnates and remedy.half is None
-    wanted: dict[str, Any] = {"half": _NAMES[remedy.half or found.half]}
+    kept = _OURS if remedy.half is None else _OURS[:1]  # plugins of which the settings are kept
+    is_ours = kind in kept and not found.stagnates
+    wanted: dict[str, Any] = {"half": _NAMES[found.half]}
     wanted |= _passed_to(plugin) if is_ours else {}
-    if found.is_mended and remedy.half is None:
+    if found.is_mended:
         wanted |= _changed(remedy, plugin)
-    if kind in ("MixedPrecision", "Precision") and remedy.half is None:
+    if found.is_mended and remedy.half is not None:
+        wanted["half"] = _NAMES[remedy.half]
+        wanted.pop("loss_scale", None)  # it belongs to the other dtype
+    if kind == "MixedPrecision":
         wanted["weights"] = "full"  # O1, as Lightning's own mixed precision
     name = kind if is_ours else "BalancedAMP"
     lines = {"trainer": {"plugins": [{"class_path": name, "init_args": wanted}]}}

@@ -29,13 +29,13 @@ class Remedy:
         kinds = ("fp32_modules", "fp32_ops", "inf_clamp")
         return tuple((kind, name) for kind in kinds for name in getattr(self, kind))
 
-    @classmethod
-    def of(cls, names: Sequence[tuple[str, str]]) -> "Remedy":
+    def with_names(self, names: Sequence[tuple[str, str]]) -> "Remedy":
+        """Return a remedy of other modules and ops, with the dtype of this one."""
         lists: Any = {kind: tuple(n for k, n in names if k == kind) for kind, _ in names}
-        return cls(**lists)
+        return Remedy(half=self.half, **lists)
 
     def __or__(self, other: "Remedy") -> "Remedy":
-        return Remedy.of(tuple(dict.fromkeys((*self.names, *other.names))))
+        return self.with_names(tuple(dict.fromkeys((*self.names, *other.names))))
 
     def includes(self, other: "Remedy") -> bool:
         """Return whether another remedy adds nothing to this one."""

@@ -19,9 +19,9 @@ from lightning_mp.callbacks._step.batches import copy_containers, loss_in
 from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.gradient_cache._served.autograd import explore_graph, grad_without_side_effects
-from lightning_mp.numerics.floats import HALF_DTYPES
+from lightning_mp.numerics.floats import HALF_DTYPES, ulps
 from lightning_mp.numerics.replay_state import RngState
-from lightning_mp.precision._choice.module_selection import as_written
+from lightning_mp.precision._choice.module_selection import as_written, select_modules
 from lightning_mp.precision._choice.op_tables import follow_changes_of_torch, opened_composites
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.half_module import (
@@ -29,6 +29,8 @@ from lightning_mp.precision._weights.half_module import (
     is_border_cast,
     replace_forward,
 )
+from lightning_mp.precision._weights.working_copies import WorkingCopies
+from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.inf_clamp import InfClamp
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.op_policy import OpPolicy
@@ -82,6 +84,8 @@ class Runs:
         self.plugin = trainer.precision_plugin
         trained = (p for p in self.module.parameters() if p.requires_grad)
         self.is_true_half = any(p.dtype in HALF_DTYPES for p in trained)
+        # As the argument of `BalancedAMP`; half copies have the numerics of half weights.
+        self.weights = getattr(self.plugin, "weights", "half" if self.is_true_half else "full")
         # Whether the plugin is Lightning's own true half precision, which has no settings.
         self.lacks_settings = self.is_true_half and not isinstance(self.plugin, ScaledPrecision)
         # All names of bf16, such as `bf16-mixed`, contain `bf16`.
@@ -104,9 +108,9 @@ class Runs:
         other = torch.float16 if self.half == torch.bfloat16 else torch.bfloat16
         return [self.half, other] if self.is_true_half else [other]
 
-    def in_fp32(self, batch: Any = None, *, records: bool = False) -> Run:
-        """Run in fp32, without the plugin, on weights of the same values."""
-        with fp32_weights(self.module.modules()):
+    def in_fp32(self, batch: Any = None, *, records: bool = False, unrounded: bool = False) -> Run:
+        """Run in fp32, without the plugin, on weights of the same values, or unrounded ones."""
+        with fp32_weights(self.module.modules(), unrounded=unrounded):
             batch = self.batch if batch is None else batch
             return self._run(cast_floats(batch, torch.float32), nullcontext(), 1.0, records)
 
@@ -118,10 +122,24 @@ class Runs:
                 batch = self.plugin.convert_input(self.batch)
             else:
                 scale = _DEFAULT_SCALE if remedy.half == torch.float16 else 1.0
-                stack.enter_context(fp32_weights(self.module.modules()))
+                # The half weights of the run may be their own copies, without an error.
+                stack.enter_context(fp32_weights(self.module.modules(), unrounded=True))
+                stack.enter_context(self._working_copies(remedy.half))
                 batch = cast_floats(self.batch, torch.float32)
             context, recompute = self._forward_context(remedy), self._recompute_context(remedy)
             return self._run(batch, context, scale, records, recompute, self._changed(remedy))
+
+    @contextmanager
+    def _working_copies(self, half: torch.dtype) -> Iterator[None]:
+        """Let modules compute with half copies of fp32 weights, as a `BalancedAMP` does."""
+        copies = WorkingCopies(half)
+        if self.weights == "half":
+            names = self.plugin.fp32_modules if isinstance(self.plugin, BalancedAMP) else ["norm"]
+            copies.attach(self.module, select_modules(self.module, names, strict=False).values())
+        try:
+            yield
+        finally:
+            copies.release()
 
     def rounding_ops(self) -> dict[str, tuple[str, ...]]:
         """Return the ops that round in half precision and that `fp32_ops` can move, with callers.
@@ -140,11 +158,9 @@ class Runs:
 
     def _policy(self, remedy: Remedy) -> OpPolicy | None:
         """Return the op policy of a remedy in place of the plugin's, `None` for the plugin's."""
-        if remedy.half is not None:
-            return OpPolicy()
-        if not remedy.fp32_ops:
-            return None
         policy = getattr(self.plugin, "policy", OpPolicy())
+        if not remedy.fp32_ops:
+            return None if remedy.half is None else policy
         half_ops = [op for op in policy.half_ops if op not in remedy.fp32_ops]
         return replace(policy, fp32_ops=(*policy.fp32_ops, *remedy.fp32_ops), half_ops=half_ops)
 
@@ -162,7 +178,7 @@ class Runs:
     def _changed(self, remedy: Remedy) -> Iterator[None]:
         """Let the modules of a remedy compute in fp32, or clamp their outputs."""
         modules = [self.module.get_submodule(path) for path in remedy.fp32_modules]
-        leaves_as = self.half if self.is_true_half else None
+        leaves_as = self.half if self.is_true_half and remedy.half is None else None
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with torch.autocast(self._device_type, enabled=False):
@@ -301,8 +317,11 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 @contextmanager
-def fp32_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give modules fp32 weights and buffers of the same values, and no casts at their borders."""
+def fp32_weights(modules: Iterable[nn.Module], *, unrounded: bool = False) -> Iterator[None]:
+    """Give modules fp32 weights and buffers of the same values, and no casts at their borders.
+
+    `unrounded` replaces the values by some that round to them, for models that begin in fp32.
+    """
     with ExitStack() as undo:
         for module in modules:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -314,7 +333,12 @@ def fp32_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
             for tensor in tensors.values():
                 if tensor is not None and tensor.dtype in HALF_DTYPES:
                     undo.callback(setattr, tensor, "data", tensor.data)
-                    tensor.data = tensor.data.float()
+                    exact = tensor.data.float()
+                    if unrounded and isinstance(tensor, nn.Parameter):
+                        generator = torch.Generator(tensor.device).manual_seed(0)
+                        noise = torch.empty_like(exact).uniform_(-0.5, 0.5, generator=generator)
+                        exact += noise * ulps(tensor)
+                    tensor.data = exact
         yield
 
 

@@ -12,6 +12,7 @@ from lightning_mp.callbacks._preflight.ops import Fp32Work
 from lightning_mp.callbacks._preflight.result import MATTERS, Preflight, Remedy
 from lightning_mp.callbacks._preflight.runs import Run, Runs
 from lightning_mp.callbacks._words.usage import usage
+from lightning_mp.precision._choice.module_selection import select_norms
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
 __all__ = ["preflight_step"]
@@ -65,7 +66,10 @@ class _Trials:
     def ratio(self, remedy: Remedy) -> float:
         """Return the ratio with a remedy; inf if the step fails with it."""
         try:
-            value = error_of(self.whole, self.runs.in_half(remedy), self.noise)[0]
+            whole = self.whole
+            if remedy.half is not None and self.runs.is_true_half:
+                whole = self.runs.in_fp32(unrounded=True)
+            value = error_of(whole, self.runs.in_half(remedy), self.noise)[0]
         except RuntimeError:  # for example, a weight that a module in half precision shares
             value = math.inf
         return float(self.agree(value))
@@ -88,8 +92,7 @@ class _Trials:
             found = replace(found, remedy=remedy, mended=found.by_scale[scale])
         if found.mended is None:
             return found
-        run = self.runs.in_half(found.remedy, records=True)
-        ratio = self.agree(error_of(self.whole, run, self.noise)[0])
+        ratio, run = self.ratio(found.remedy), self.runs.in_half(found.remedy, records=True)
         errors = {
             path: relative(call.output.float(), self.whole.calls[path].output.float())
             for path, call in run.calls.items()
@@ -105,12 +108,9 @@ def cheapest_remedy(trials: _Trials, found: Preflight) -> Preflight:
     ratio = trials.ratio(remedy)
     if ratio < MATTERS:
         return replace(found, mended=max(ratio, found.mended or 0.0))
-    if remedy.half is not None:
-        remedy, ratio = Remedy(), found.ratio
-    if trials.runs.lacks_settings:
-        balanced = Remedy(half=found.half)
-        if (ratio_of_balanced := trials.ratio(balanced)) < MATTERS:
-            return replace(found, remedy=balanced, mended=ratio_of_balanced)
+    if not remedy.names:
+        remedy = Remedy(half=found.half if trials.runs.lacks_settings else None)
+        ratio = trials.ratio(remedy)
     callers: dict[str, tuple[str, ...]] = trials.agree(trials.runs.rounding_ops())
     # A clamp computes nothing in fp32, so it is the cheapest remedy.
     for options in (_clamps(trials.runs, found), _fp32(trials.runs, found, callers)):
@@ -134,7 +134,7 @@ def _extended(
         results = {option: trials.ratio(remedy | option) for option in left}
         least = min(results.values(), default=math.inf)
         if math.isinf(least) and len(left) > 1:  # several modules overflow
-            together = Remedy.of([name for option in left[:_MOST] for name in option.names])
+            together = Remedy().with_names([n for option in left[:_MOST] for n in option.names])
             least = trials.ratio(remedy | together)
             results = {together: least}
         if not least < 0.8 * ratio:
@@ -150,8 +150,8 @@ def _extended(
 def _reduced(trials: _Trials, remedy: Remedy, ratio: float) -> tuple[Remedy, float]:
     """Remove the parts of a remedy that are not needed."""
     for each in remedy.names if len(remedy.names) > 1 else ():
-        less = Remedy.of([other for other in remedy.names if other != each])
-        if less.names and (found := trials.ratio(less)) < MATTERS:
+        less = remedy.with_names([other for other in remedy.names if other != each])
+        if (found := trials.ratio(less)) < MATTERS:
             remedy, ratio = less, found
     return remedy, ratio
 
@@ -170,7 +170,11 @@ def _clamps(runs: Runs, found: Preflight) -> list[Remedy]:
 
 def _fp32(runs: Runs, found: Preflight, callers: dict[str, tuple[str, ...]]) -> list[Remedy]:
     """Return modules in fp32, by their own errors, and ops of these modules and of the step."""
-    ranked = [each.path for each in found.modules if not runs.is_most(each.path)]
+    # Under autocast, the op policy computes norms in fp32, and `fp32_modules` adds nothing.
+    is_mixed = runs.lacks_settings or not runs.is_true_half
+    norms = select_norms(runs.module) if is_mixed else {}
+    tried = [each.path for each in found.modules if each.path not in norms]
+    ranked = [path for path in tried if not runs.is_most(path)]
     # A parent may overflow before it calls the module that then has the largest error.
     parents = [path for path in ranked[_TRIED:] if ranked[0].startswith(f"{path}.")]
     paths = ranked[:_TRIED] + parents

@@ -16,6 +16,7 @@ __all__ = [
     "smallest_overflowing",
     "state_dtype",
     "sum_rounding",
+    "ulps",
 ]
 
 FLOAT_DTYPES: tuple[torch.dtype, ...] = (
@@ -63,6 +64,13 @@ def smallest_overflowing(dtype: torch.dtype) -> float:
     info = torch.finfo(dtype)
     # max is (2 - eps) 2^e, and its ULP is eps 2^e.
     return info.max + info.max * info.eps / (2 * (2 - info.eps))
+
+
+def ulps(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the unit in the last place of each value of a half-precision tensor, in fp32."""
+    info = torch.finfo(tensor.dtype)
+    sizes = tensor.detach().float().abs().clamp(min=info.smallest_normal)
+    return info.eps * torch.exp2(torch.frexp(sizes).exponent - 1.0)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

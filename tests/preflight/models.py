@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -141,6 +141,8 @@ def plugin(name: str) -> Any:
     """Return the precision plugin with a name such as `"BalancedAMP fp16"`."""
     if name == "16-mixed":
         return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    if name == "bf16-true":
+        return HalfPrecision(name)
     kind, half = name.split()
     return {"BalancedAMP": BalancedAMP, "PureFP16": PureFP16}[kind](half=half)
 

@@ -16,7 +16,7 @@ from lightning_mp import (
     PrecisionPreflight,
 )
 from lightning_mp.cli import main
-from tests.preflight.models import LayerScale, Sentences, Shifts, Words
+from tests.preflight.models import Cancellation, LayerScale, Sentences, Shifts, Words
 from tests.preflight.runs import NAMES, make_words, rerun_with_settings, run_preflight
 from tests.quiet import QUIET
 
@@ -112,18 +112,46 @@ def test_massive_activation_is_remedied_by_inf_clamp(name: str) -> None:
     assert rerun_with_settings(callback, make_massive()).result.is_clean  # type: ignore[union-attr]
 
 
-def test_bf16_rounding_in_every_block_is_remedied_by_fp16() -> None:
-    def many() -> Words:
-        model = make_words()
-        for block in model.blocks:
-            block.weak = Shifts()
-        return model
+def make_shifted() -> Words:
+    model = make_words()
+    for block in model.blocks:
+        block.weak = Shifts()
+    return model
 
-    callback = run_preflight(many(), "PureFP16 bf16")
+
+def test_bf16_rounding_in_every_block_is_remedied_by_fp16() -> None:
+    callback = run_preflight(make_shifted(), "PureFP16 bf16")
     assert callback.result is not None
     assert callback.result.remedy.half == torch.float16
     assert "`BalancedAMP(half='fp16')`" in callback.text
-    assert rerun_with_settings(callback, many()).result.is_clean  # type: ignore[union-attr]
+    assert rerun_with_settings(callback, make_shifted()).result.is_clean  # type: ignore[union-attr]
+
+
+def test_weak_module_in_true_half_precision_is_remedied_by_fp32_modules_of_balanced_amp() -> None:
+    callback = run_preflight(make_words("cancellation"), "bf16-true")
+    assert callback.result is not None
+    assert callback.result.remedy.half == torch.bfloat16
+    assert callback.result.remedy.fp32_modules == ("blocks.1.weak",)
+    assert "`BalancedAMP(half='bf16')` and `fp32_modules: [blocks.1.weak]`" in callback.text
+    assert rerun_with_settings(callback, make_words("cancellation")).result.is_clean  # type: ignore[union-attr]
+
+
+class ShiftedNorm(Words):
+    """The step rounds unless a norm returns fp32, which norms of `fp32_modules` do not."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = (self.running(self.embed(batch[0]).flatten(0, 1)) + 1000) - 1000
+        return torch.nn.functional.cross_entropy(self.head(x), batch[1].flatten())
+
+
+def test_norm_that_is_in_fp32_already_is_no_remedy() -> None:
+    torch.manual_seed(1)
+    callback = run_preflight(ShiftedNorm(), "BalancedAMP fp16")
+    assert callback.result is not None
+    assert callback.result.is_mended
+    assert callback.result.remedy.fp32_modules == ()
+    torch.manual_seed(1)
+    assert rerun_with_settings(callback, ShiftedNorm()).result.is_clean  # type: ignore[union-attr]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -207,6 +235,33 @@ def test_gradient_underflow_is_remedied_by_the_loss_scale() -> None:
     assert (before.underflow, before.subnormal) == (1, 0)
     assert after.underflow < 0.1
     assert after.subnormal > 0.5
+
+
+class Autocast(Cancellation):
+    """Computes in the dtype of autocast, as kernels do that `fp32_ops` cannot name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_on, half = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        with torch._C.DisableTorchFunction():
+            return super().forward(x.to(half) if is_on else x)
+
+
+def test_settings_with_the_other_dtype_keep_other_arguments_of_the_plugin() -> None:
+    def make() -> Words:
+        model = make_words()
+        for block in model.blocks:
+            block.weak = torch.nn.Sequential(*(Autocast(30.0) for _ in range(5)))
+        return model
+
+    kept = {"fp32_modules": ["norm", "head"], "fp32_ops": ["softplus"]}
+    callback = PrecisionPreflight(steps=2, stops=True)
+    pl.seed_everything(0, verbose=False)
+    plugin = BalancedAMP(half="bf16", **kept)  # type: ignore[arg-type]
+    run = pl.Trainer(**{**QUIET, "max_steps": 4, "callbacks": callback}, plugins=plugin)
+    run.fit(make(), Sentences())
+    settings = yaml.safe_load(callback.settings)["trainer"]["plugins"][0]
+    assert settings == {"class_path": "BalancedAMP", "init_args": {"half": "fp16", **kept}}
+    assert rerun_with_settings(callback, make()).result.is_clean  # type: ignore[union-attr]
 
 
 def test_settings_keep_other_arguments_of_the_plugin() -> None:
