@@ -14,7 +14,7 @@ from lightning_mp import InfCLStrategy
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.optim._adamw import tables as adamw_tables
 from lightning_mp.optim._adamw.tables import tables_for_capture, tables_of
-from lightning_mp.strategies._inf_cl.loader_batches import gather_batches
+from lightning_mp.strategies._inf_cl.loader_batches import GatheredLoader
 from tests.fake_cuda import DeviceTensor, FakeCuda
 
 DEVICE = torch.device("cuda", 0)
@@ -94,7 +94,7 @@ def test_capture_uses_only_tables_created_before(gpu: FakeCuda) -> None:
 
 def test_batches_are_joined_in_pinned_memory_and_copied_without_a_sync(gpu: FakeCuda) -> None:
     parts = [{"image": torch.full((4, 3), float(i)), "id": torch.arange(4)} for i in range(5)]
-    wholes = list(gather_batches(parts, 2, DeclaredRoles({}), pin=True))
+    wholes = list(GatheredLoader(parts, 2, DeclaredRoles({}), pin=True))
     assert [len(whole["image"]) for whole in wholes] == [8, 8, 4]
     assert all(whole[name].is_pinned() for whole in wholes for name in ("image", "id"))
     copied = [whole["image"].to(DEVICE, non_blocking=True) for whole in wholes]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp._nested import map_tensors
@@ -391,9 +392,9 @@ class GradientCache:
 
 
 def _check_no_transform(tower: str) -> None:
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         raise RuntimeError(
-            f"Called the tower `{tower}` inside a transform of `torch.func` while its gradients "
-            "are cached. A replay needs a plain backward. Call the tower outside of "
-            "`cache.serving(...)`, or compute the gradient with `torch.autograd.grad`."
+            f"Called the tower `{tower}` inside a transform of `torch.func` or in forward-mode AD "
+            "while its gradients are cached. A replay needs a plain backward. Call the tower "
+            "outside of `cache.serving(...)`, or use `torch.autograd.grad`."
         )

@@ -79,9 +79,6 @@ class JoinedBatch:
             leaf.path: _Field(leaf.path, roles.get(leaf.path, WHOLE), count, pin)
             for leaf in self._tree.leaves
         }
-        self._first_lengths = {
-            leaf.path: len(leaf.value) for leaf in self._tree.leaves if _has_length(leaf.value)
-        }
         self._rows = self._batches = 0
         # Undeclared fields that number something from 0 in every loader batch so far.
         self._numbering_fields = {
@@ -196,7 +193,8 @@ class JoinedBatch:
             warnings.warn(message, stacklevel=2)
 
     def _raise_for_different_values(self, field: "_Field") -> NoReturn:
-        lengths = self._first_lengths
+        leaves = self._tree.leaves
+        lengths = {leaf.path: len(leaf.value) for leaf in leaves if _has_length(leaf.value)}
         least = min(lengths.values(), default=1)
         roles = {
             path: f"{length // least} rows" if length % least == 0 and length > least else "rows"

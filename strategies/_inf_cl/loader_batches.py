@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -10,43 +11,28 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles, Role
 from lightning_mp.strategies._inf_cl.joining import JoinedBatch, field_roles
-from lightning_mp.strategies._inf_cl.loader_order import LoaderOrder, LoaderState, Place, sampler_of
+from lightning_mp.strategies._inf_cl.loader_order import place_of, sampler_of, starts_again
 
-__all__ = ["drop_states", "gather_batches", "log_missing_state"]
+__all__ = ["GatheredLoader", "drop_states"]
 
 _log = logging.getLogger(__name__)
 
 
-def gather_batches(
-    loader: Any,
-    count: int,
-    declared: DeclaredRoles,
-    *,
-    pin: bool,
-    epoch_batches: Callable[[], float] = lambda: math.inf,
-) -> Any:
-    """Return a loader that yields `count` batches of `loader` as one.
+class GatheredLoader:
+    """Yields `count` batches of `loader` as one; has the attributes of `loader`.
 
     Workers hold small loader batches and the host holds one gathered batch. A loader of large
-    batches would hold `prefetch_factor` large batches per worker.
+    batches would hold `prefetch_factor` large batches per worker. Lightning saves and loads the
+    position in an epoch.
 
     Args:
-        loader: A loader of small batches, such as a `DataLoader`. The result has its attributes.
+        loader: A loader of small batches, such as a `DataLoader`.
         count: Number of loader batches per gathered batch. The last gathered batch of an epoch may
             be smaller; with `drop_last` it is dropped.
         declared: The declared roles of fields.
         pin: Whether to use pinned memory.
         epoch_batches: Returns the number of gathered batches per epoch.
     """
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        place: Place = LoaderState(loader)
-    else:
-        place = LoaderOrder(loader) if LoaderOrder.is_known(loader) else Place(loader)
-    return _GatheringLoader(loader, count, declared, pin, place, epoch_batches)
-
-
-class _GatheringLoader:
-    """The loader of gathered batches; Lightning saves and loads its position in an epoch."""
 
     # Its own attributes; all others belong to the loader.
     _OWN_ATTRIBUTES = (
@@ -59,13 +45,13 @@ class _GatheringLoader:
         loader: Any,
         count: int,
         declared: DeclaredRoles,
+        *,
         pin: bool,
-        place: Place,
-        epoch_batches: Callable[[], float],
+        epoch_batches: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._loader, self._count, self._declared, self._pin = loader, count, declared, pin
         self._roles: dict[str, Role] = {}  # roles of fields, known after the first loader batch
-        self._place, self._epoch_batches = place, epoch_batches
+        self._place, self._epoch_batches = place_of(loader), epoch_batches
         self._gathered = self._start = 0  # batches of this epoch
         self._before: dict[str, Any] | None = None
 
@@ -75,7 +61,8 @@ class _GatheringLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # Begin now instead of at the first batch: samplers draw from generators here.
-        return self._gather(self._begin())
+        self._gathered, self._start = self._start, 0
+        return self._gather(self._place.begin())
 
     def __getattr__(self, name: str) -> Any:
         if name in self._OWN_ATTRIBUTES:  # not set yet, as during a copy
@@ -91,18 +78,21 @@ class _GatheringLoader:
 
     def _gather(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
+            # For a loader without a length, Lightning fetches one batch ahead.
+            self._before = self._state() if sized_len(self._loader) is None else None
             gathered: JoinedBatch | None = None
             taken = 0
-            self._note_begin()
-            for batch in batches:
+            for batch in islice(batches, self._count):
                 gathered = gathered or self._joined(batch)
                 gathered.add(batch)
                 taken += 1
                 del batch
-                if taken == self._count:
-                    break
-            self._note_end(taken)
-            if gathered is None or (taken < self._count and self._drops_last()):
+            self._place.took(taken)
+            self._gathered += taken > 0
+            if gathered is None:
+                self._before = None  # no batch is ahead at the end
+                return
+            if taken < self._count and self._drops_last():
                 return
             whole, gathered = gathered.concatenated(), None
             yield whole
@@ -133,8 +123,7 @@ class _GatheringLoader:
             rank_zero_info(self._place.resume(state["loader"]))
         else:
             rank_zero_info(
-                "The run resumes within an epoch, but its loader starts again from the first "
-                "batch, because the checkpoint was written with another kind of loader or sampler."
+                starts_again("the checkpoint was written with another kind of loader or sampler")
             )
 
     def _state(self) -> dict[str, Any]:
@@ -147,40 +136,15 @@ class _GatheringLoader:
             "loader": self._place.state(),
         }
 
-    def _begin(self) -> Iterator[Any]:
-        self._gathered, self._start = self._start, 0
-        return self._place.begin()
-
-    def _note_begin(self) -> None:
-        # For a loader without a length, Lightning fetches one batch ahead.
-        self._before = self._state() if sized_len(self._loader) is None else None
-
-    def _note_end(self, taken: int) -> None:
-        self._place.took(taken)
-        self._gathered += taken > 0
-        if not taken:  # no batch is ahead at the end
-            self._before = None
-
     def _drops_last(self) -> bool:
         return bool(getattr(self._loader, "drop_last", False))
 
 
-def log_missing_state() -> None:
-    """Log that the loader restarts its epoch, because the checkpoint has no state of it."""
-    rank_zero_info(
-        "The run resumes within an epoch, but its loader starts again from the first batch, "
-        "because the checkpoint does not contain the position of the loader."
-    )
-
-
-def drop_states(checkpoint: dict[str, Any]) -> None:
-    """Remove the states of gathered loaders from a checkpoint, for a run without them."""
-    loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    states = loop.pop("combined_loader", [])
-    own = [state for state in states if "gathered" in state]
-    loop["combined_loader"] = [state for state in states if "gathered" not in state]
-    if any(not state["is_over"] for state in own):
+def drop_states(loop: Any) -> None:
+    """Remove the states of gathered loaders from those to load, for a run without them."""
+    states = loop._combined_loader_states_to_load
+    loop._combined_loader_states_to_load = [x for x in states if "gathered" not in x]
+    if any("gathered" in state and not state["is_over"] for state in states):
         rank_zero_info(
-            "The run resumes within an epoch, but its loader starts again from the first batch, "
-            "because the checkpoint was written with another `loader_batches_per_step`."
+            starts_again("the checkpoint was written with another `loader_batches_per_step`")
         )

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_mp.gradient_cache._served.sharding import is_alone
 
-__all__ = ["LoaderOrder", "LoaderState", "Place", "sampler_of"]
+__all__ = ["place_of", "sampler_of", "starts_again"]
 
 _ORDERED_BY_EPOCH = (SequentialSampler, DistributedSampler)
 # These draw from a generator; a checkpoint contains the generator state of one rank only.
@@ -51,10 +51,9 @@ class Place:
 
     def resume(self, state: dict[str, Any]) -> str:
         """Make the next iterator continue from `state` if possible; return a log message."""
-        return (
-            "The run resumes within an epoch, but its loader starts again from the first batch, "
-            "because the order of its loader cannot be reproduced. Use torchdata's "
-            "`StatefulDataLoader`, or one of torch's samplers."
+        return starts_again(
+            "the order of its loader cannot be reproduced. Use torchdata's `StatefulDataLoader`, "
+            "or one of torch's samplers"
         )
 
 
@@ -179,6 +178,21 @@ class LoaderOrder(Place):
             # Only the sampler's own generator continues from here, as in the earlier run.
             torch.default_generator.set_state(before[0])
         yield from islice(chain(first, batches), skipped, None)
+
+
+def place_of(loader: Any) -> Place:
+    """Return the position of a loader, of the kind that its type allows."""
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return LoaderState(loader)
+    return LoaderOrder(loader) if LoaderOrder.is_known(loader) else Place(loader)
+
+
+def starts_again(reason: str) -> str:
+    """Return a log message for a loader that does not resume."""
+    return (
+        "The run resumes within an epoch, but its loader starts again from the first batch, "
+        f"because {reason}."
+    )
 
 
 def sampler_of(loader: Any) -> Any:

@@ -26,12 +26,8 @@ from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.gradient_cache.gradient_cache import CHECKS, GradientCache
 from lightning_mp.strategies._inf_cl.joining import field_roles, local_ids
-from lightning_mp.strategies._inf_cl.loader_batches import (
-    drop_states,
-    gather_batches,
-    log_missing_state,
-)
-from lightning_mp.strategies._inf_cl.loader_order import sampler_of
+from lightning_mp.strategies._inf_cl.loader_batches import GatheredLoader, drop_states
+from lightning_mp.strategies._inf_cl.loader_order import sampler_of, starts_again
 
 __all__ = ["ServesTowers"]
 
@@ -181,8 +177,6 @@ class ServesTowers(ForLightning, _Strategy):
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        if self.loader_batches_per_step == 1:
-            drop_states(checkpoint)
         self._micro_batch_sizes = dict(checkpoint.get(_CHECKPOINT_KEY, {}))
         self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
         return checkpoint
@@ -199,8 +193,9 @@ class ServesTowers(ForLightning, _Strategy):
             # In a resumed run, Lightning sets it only after workers have received first indices.
             sampler.set_epoch(loop.epoch_progress.current.processed)
         if self.loader_batches_per_step == 1:
+            drop_states(loop)
             return dataloader
-        gathered = gather_batches(
+        gathered = GatheredLoader(
             dataloader,
             self.loader_batches_per_step,
             self._declared,
@@ -209,7 +204,9 @@ class ServesTowers(ForLightning, _Strategy):
         )
         is_within = loop.restarting and loop.epoch_loop.batch_progress.current.ready
         if is_within and not loop._combined_loader_states_to_load:
-            log_missing_state()
+            rank_zero_info(
+                starts_again("the checkpoint does not contain the position of the loader")
+            )
         return gathered
 
     def roles_of(self, batch: Any = None) -> dict[str, dict[str, dict[str, str]]]:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import ContrastiveLoss
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
-from lightning_mp.strategies._inf_cl import loader_batches
+from lightning_mp.strategies._inf_cl.loader_batches import GatheredLoader
 from tests.quiet import QUIET
 
 WIDTH_IN, WIDTH = 12, 24
@@ -102,7 +102,7 @@ def loader(count: int, batch_size: int) -> DataLoader:
 
 def gather_batches(loader: Any, count: int, **roles: str) -> Any:
     """Gather loader batches on the host, with declared roles of fields."""
-    return loader_batches.gather_batches(loader, count, DeclaredRoles(roles), pin=False)
+    return GatheredLoader(loader, count, DeclaredRoles(roles), pin=False)
 
 
 def make_trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:

@@ -201,6 +201,15 @@ def test_checkpoint_of_another_loader_starts_again_with_a_log_line(
     assert resumed.seen
 
 
+def test_validation_of_a_checkpoint_logs_nothing_about_the_loader(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    model = _fit("shuffled", tmp_path, max_steps=4)
+    trainer = make_trainer(InfCLStrategy(micro_batch_size=3))
+    trainer.validate(model, _loader("in order"), tmp_path / "step=3.ckpt", verbose=False)
+    assert not any("within an epoch" in line for line in logged)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shuffled", "workers"])
 def test_epoch_ended_by_max_steps_resumes(kind: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_mp.gradient_cache._served.arguments import Arguments
 from lightning_mp.gradient_cache._served.autograd import GradientSums, TrainedLeaves
 from lightning_mp.gradient_cache._served.micro_batches import MicroBatches, SharedWriteError
-from lightning_mp.gradient_cache._served.outputs import Outputs, Sketch, check_no_tangents
+from lightning_mp.gradient_cache._served.outputs import Outputs, Sketch
 from lightning_mp.gradient_cache._served.sharding import (
     agree_on_micro_batches,
     set_reduction,
@@ -78,7 +78,6 @@ class TowerCall:
         ]
         self.inputs: list[Tensor] = [leaves[index] for index in self._with_grad]
         self.outputs = Outputs(tower.name, arguments)
-        check_no_tangents(tower.name, tensors)
         self._micro_batches = MicroBatches(
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             arguments.roles,

@@ -1,13 +1,12 @@
 """Concatenates the outputs of micro-batches and compares them with those of the replay."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lightning_mp.gradient_cache._served.arguments import (
     Arguments,
@@ -17,7 +16,7 @@ from lightning_mp.gradient_cache._served.arguments import (
 )
 from lightning_mp.gradient_cache._served.roles import ROWS, Role
 
-__all__ = ["Outputs", "Sketch", "check_no_tangents"]
+__all__ = ["Outputs", "Sketch"]
 
 
 class Outputs:
@@ -58,9 +57,8 @@ class Outputs:
                 "tensors. Return the features themselves."
             )
         roles = [self._role(leaf.path, leaf.value, count) for leaf in kept]
-        tensors = [leaf.value for leaf in kept]
-        check_no_tangents(self._tower, tensors)
-        return OpenedOutputs(tree, leaves, [leaf.path for leaf in kept], tensors, roles)
+        names, tensors = [leaf.path for leaf in kept], [leaf.value for leaf in kept]
+        return OpenedOutputs(tree, leaves, names, tensors, roles)
 
     # Without grad, or the copies would keep the activations of all micro-batches alive.
     @torch.no_grad()
@@ -292,16 +290,6 @@ def _allocate(like: Tensor, role: Role, rows: int, lengths: Mapping[int, int]) -
         return like.new_empty(shape)
     shape[1] = lengths.get(shape[1], shape[1])
     return like.new_full(shape, role.padding)
-
-
-def check_no_tangents(tower: str, values: Iterable[Any]) -> None:
-    """Raise in forward-mode AD, because a cached tower would lose the tangents."""
-    for value in values:
-        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise RuntimeError(
-                f"Called the tower `{tower}` in forward-mode AD. Gradient caching does not support "
-                "tangents. Call the tower outside of `cache.serving(...)`."
-            )
 
 
 class Sketch:

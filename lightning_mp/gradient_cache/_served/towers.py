@@ -1,6 +1,5 @@
 """Finds towers by name and intercepts their calls."""
 
-import copy
 import difflib
 import inspect
 import sys
@@ -80,9 +79,6 @@ class _Interceptor:
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._handler(self._tower, self._original, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._original, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
         owner = getattr(self._original, "__self__", None)
