@@ -173,7 +173,7 @@ class OpPolicy:
 class _Rule(NamedTuple):
     """The action for calls of a function."""
 
-    action: Literal["half", "fp32", "norm", "promote", "open", "method"]
+    action: OpClass | Literal["open", "method", "affine"]
     inplace_at: int = -1
     input_only: bool = False
     opened: dict[Callable[..., Any], Callable[..., Any]] | None = None
@@ -217,6 +217,12 @@ class _PolicyMode(TorchFunctionMode):
             # torch disables a mode while it handles a call; the ops inside need it again.
             with self:
                 return opened(*args, **kwargs)
+        if rule.action == "affine":
+            # Kernels with fp32 statistics accept half inputs, but no half weights.
+            if len(dtypes_of((args, kwargs), self._is_castable)) == 2:
+                late, kwargs = cast_castable((args[3:], kwargs), torch.float32, self._is_castable)
+                args = (*args[:3], *late)
+            return func(*args, **kwargs)
         return self._cast_and_call(rule, func, args, kwargs)
 
     def _cast_and_call(
@@ -301,7 +307,7 @@ def _rules_of_mixed_inputs() -> dict[str, _Rule]:
 def _rules_of_composites() -> dict[str, _Rule]:
     rule = _Rule("open", opened=opened_composites())
     # Dynamo traces `unflatten` as a method, but not as a function, because of its `super()`.
-    methods = {"unflatten": _Rule("method")}
+    methods = {"unflatten": _Rule("method")} | dict.fromkeys(INPUT_ONLY, _Rule("affine"))
     return methods | {original.__name__: rule for original in opened_composites()}
 
 
@@ -330,11 +336,9 @@ def serve_norms(modules: Iterable[nn.Module], undo: ExitStack) -> None:
 
 def _is_explicit(rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call names a dtype or a tensor to write to."""
-    if kwargs.get("out") is not None or kwargs.get("inplace"):
-        return True
-    if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
-        return True
-    return 0 <= rule.inplace_at < len(args) and args[rule.inplace_at] is True
+    is_inplace = 0 <= rule.inplace_at < len(args) and args[rule.inplace_at] is True
+    has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+    return is_inplace or has_dtype or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 
 def _call_without_autocast(
@@ -355,27 +359,19 @@ def _call_without_autocast(
 def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
     """Return the rules by function name, for ops that autocast treats differently."""
     # No two ops share a `__name__`. Nested contexts and Dynamo's guards compare by identity.
-    moved = {*policy.fp32_ops, *policy.half_ops}
     stored_as_input = policy.norm_output == "input"
-    actions: dict[str, OpClass] = {op: policy.class_of(op) for op in moved}
-    for group in GROUPS:
-        for op in group.ops:
-            if op in moved:
-                continue
-            # Without rules, no mode is needed.
-            if op in BEYOND_AUTOCAST or (group.op_class == "norm" and stored_as_input):
-                is_ruled = stored_as_input
-            else:
-                is_ruled = not autocast_agrees(device_type, op)
-            if is_ruled:
-                actions[op] = group.op_class
+    actions: dict[str, OpClass] = dict.fromkeys(policy.fp32_ops, "fp32")
+    actions |= dict.fromkeys(policy.half_ops, "half")
+    for op, op_class in CLASS_OF.items():
+        # Without rules, no mode is needed.
+        is_ours = op in BEYOND_AUTOCAST or (op_class == "norm" and stored_as_input)
+        if stored_as_input if is_ours else not autocast_agrees(device_type, op):
+            actions.setdefault(op, op_class)
     if not actions:
         return {}
     rules = _rules_of_composites()
     for op, op_class in actions.items():
         action = "fp32" if op_class == "norm" and not stored_as_input else op_class
-        if action == "given":
-            continue
         functions = callables_of(op)
         inplace_at = max(map(_inplace_at, functions), default=-1)
         rule = _Rule(action, inplace_at, op in INPUT_ONLY)

@@ -176,8 +176,9 @@ def test_host_waits_once_per_step_and_after_a_fused_step(fused: bool) -> None:
         plugin._after_closure = lambda *_: None  # type: ignore[method-assign]
 
         def closure() -> Tensor:
-            for p in network.parameters():
-                p.grad = torch.ones_like(p)
+            with plugin.backward_context(network):
+                for p in network.parameters():
+                    p.grad = torch.ones_like(p)
             return torch.ones(())
 
         before = gpu.syncs

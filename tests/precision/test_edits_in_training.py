@@ -1,5 +1,7 @@
 """Optimizers, schedules, layers and weights that are replaced during training."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -218,3 +220,24 @@ def test_refused_trainer_leaves_the_run_as_it_was(kind: Any) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
     # The plugin is free again.
     fit(Regression(), plugins[1], loader(1))
+
+
+class _Nests(Regression):
+    """Trains another model in a hook."""
+
+    plugin: Any = None
+
+    def on_after_backward(self) -> None:
+        if self.plugin is not None:
+            fit(Regression(seed=1), self.plugin, loader(2))
+
+
+@pytest.mark.parametrize("kind", [BalancedAMP, PureFP16])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copy_of_a_plugin_serves_runs_of_its_own(copied: Any, kind: Any) -> None:
+    alone, beside = _Nests(), _Nests()
+    plugin = kind(loss_scale=SCALE)
+    beside.plugin = copied(plugin)
+    fit(alone, kind(loss_scale=SCALE), loader(4))
+    fit(beside, plugin, loader(4))
+    assert alone.losses == beside.losses

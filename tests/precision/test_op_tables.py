@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp.precision._choice.op_tables import (
+    BEYOND_AUTOCAST,
     CLASS_OF,
     GROUPS,
     autocast_agrees,
@@ -169,6 +170,7 @@ CPU_ONLY: dict[str, Callable[[SimpleNamespace], Any]] = {
     "grid_sampler": lambda x: F.grid_sample(x.h(1, 1, 2, 2), x.w(1, 2, 2, 2), align_corners=False),
     "gru": lambda x: nn.GRU(2, 2)(x.w(1, 3, 2)),
     "gru_cell": _recurrent(nn.GRUCell),
+    "linalg_lstsq": lambda x: torch.linalg.lstsq(_definite(x), x.w(2, 2)).solution,
     "linalg_matrix_norm": lambda x: torch.linalg.matrix_norm(x.h(2, 2), 2),
     "lstm": lambda x: nn.LSTM(2, 2)(x.w(1, 3, 2)),
     "lstm_cell": _recurrent(nn.LSTMCell),
@@ -196,6 +198,28 @@ BEYOND: dict[str, Callable[[SimpleNamespace], Any]] = {
         ("scatter_reduce", (lambda x: 0, lambda x: x.i(1, 0)), ("sum",)),
     )
 }
+# CUDA has no half kernels of these, at least in bf16; outputs may be complex or integers.
+WITHOUT_HALF: dict[str, Callable[[SimpleNamespace], Any]] = {
+    "complex": lambda x: torch.complex(x.h(2), x.h(2)),
+    "linalg_matrix_power": lambda x: torch.matrix_power(_definite(x), -1),
+    "linalg_solve": lambda x: torch.linalg.solve(_definite(x), x.w(2, 2)),
+    "linalg_solve_triangular": lambda x: torch.linalg.solve_triangular(
+        _definite(x), x.w(2, 2), upper=True
+    ),
+    "logdet": lambda x: _definite(x).logdet(),
+    "nanquantile": lambda x: x.h(2).nanquantile(0.5),
+    "polar": lambda x: torch.polar(x.h(2), x.w(2)),
+    "quantile": lambda x: x.h(2).quantile(0.5),
+    "stft": lambda x: torch.stft(x.h(8), 4, window=x.w(4), return_complex=True),
+    "view_as_complex": lambda x: torch.view_as_complex(x.h(2, 2)),
+}
+WITHOUT_HALF |= {
+    op: lambda x, op=op: getattr(getattr(torch, op.split("_")[0]), op.split("_", 1)[1])(
+        _definite(x)
+    )
+    for op in BEYOND_AUTOCAST
+    if op.startswith(("fft_", "linalg_")) and op not in {*SAMPLES, *CPU_ONLY, *WITHOUT_HALF}
+}
 # Ops without a class, and composites of several ops.
 GIVEN: dict[str, Callable[[SimpleNamespace], Any]] = {
     "binary": lambda x: (x.h(2) + x.h(2), x.h(2) * x.w(2), x.h(2) / 3, 1 - x.h(2), 1 / x.h(2)),
@@ -217,6 +241,10 @@ GIVEN: dict[str, Callable[[SimpleNamespace], Any]] = {
 _add_families()
 # Ops that this version of torch does not have; they are removed from the samples.
 LATER = {name for name in ("linalg_matrix_sqrth",) if not callables_of(name) and SAMPLES.pop(name)}
+
+
+def _definite(x: SimpleNamespace) -> Tensor:
+    return x.h(2, 2) / 4 + x.h(2).new_ones(2).diag()
 
 
 def dtypes(values: object) -> list[torch.dtype]:
@@ -275,9 +303,22 @@ def test_op_beyond_autocast_has_the_widest_dtype_beside_half_weights(
     )
 
 
+@pytest.mark.parametrize("name", WITHOUT_HALF)
+@HALVES
+def test_op_without_half_kernels_accepts_half_weights_on_every_device(
+    half: torch.dtype, name: str
+) -> None:
+    sample = WITHOUT_HALF[name]
+    with OpPolicy().context("cpu", half):
+        on_cpu = dtypes(sample(make_inputs("cpu", half)))
+    with fake_cuda(half), OpPolicy().recompute_context("cuda"):
+        assert dtypes(sample(make_inputs("cuda", half))) == on_cpu
+    assert not {half, torch.complex32} & set(on_cpu)
+
+
 def test_every_op_of_the_tables_has_a_sample() -> None:
     listed = {op for group in GROUPS for op in group.ops}
-    assert listed == {*SAMPLES, *CPU_ONLY, *BEYOND, *LATER}
+    assert listed == {*SAMPLES, *CPU_ONLY, *BEYOND, *WITHOUT_HALF, *LATER}
     assert len(listed) == sum(len(group.ops) for group in GROUPS)
 
 

@@ -1,14 +1,18 @@
-"""Norms of torch apply the op policy in their forward, without the function mode."""
+"""Norms of torch apply the op policy in their forward; norms of any class accept half weights."""
 
 import contextlib
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_mp import BalancedAMP, PureFP16
 from lightning_mp.precision.op_policy import OpPolicy, serve_norms
+from tests.precision.models import Regression, fit, loader, parameters_of, relative
 from tests.precision.working_models import HALVES
 
 NORMS = {
@@ -73,3 +77,44 @@ def test_frozen_half_norm_keeps_its_own_forward(name: str) -> None:
         expected = norm(X.half())
         serve_norms([norm], undo)
         assert torch.equal(norm(X.half()), expected)
+
+
+class _Standardizing(nn.Module):
+    """A batch norm of a class that is no subclass of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(16)), nn.Parameter(torch.zeros(16))
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("var", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.var, self.weight, self.bias, self.training)
+
+
+class _AfterABuffer(nn.InstanceNorm1d):
+    """An instance norm whose input is a sum with an fp32 buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(1, affine=True)
+        self.register_buffer("shift", torch.linspace(-1, 1, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x + self.shift)[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("norm", [_Standardizing, _AfterABuffer])
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", [BalancedAMP, PureFP16])
+def test_half_weights_of_norms_with_statistics_train_as_in_fp32(
+    kind: Any, half: Any, norm: Any
+) -> None:
+    def make() -> Regression:
+        return Regression(lambda: nn.Sequential(nn.Linear(8, 16), norm(), nn.Linear(16, 1)))
+
+    reference, model, start = make(), make(), parameters_of(make())
+    fit(reference, None, loader(8))
+    fit(model, kind(half=half), loader(8))
+    assert relative(model, reference, start) < {"fp16": 2**-7, "bf16": 2**-4}[half]
+    for mine, theirs in zip(model.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-6, atol=2**-8)

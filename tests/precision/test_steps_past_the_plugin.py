@@ -347,3 +347,29 @@ def test_copies_follow_a_fused_optimizer_outside_the_trainer() -> None:
     fit(plain, None, loader(2))
     fit(half, BalancedAMP(half="bf16"), loader(2))
     assert half.after == pytest.approx(plain.after, rel=2**-6)
+
+
+class Direct(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        super().training_step(batch, batch_idx).backward()  # not `self.manual_backward`
+        self.optimizers().step()
+
+
+@plugins
+def test_gradients_of_an_unscaled_loss_raise_or_train_at_a_scale_of_one(
+    make_plugin: Callable[[], Any],
+) -> None:
+    plugin, model, reference = make_plugin(), Direct(), Direct()
+    if plugin.scaler is not None:
+        with pytest.raises(RuntimeError, match="manual_backward"):
+            fit(Direct(), plugin, loader(2))
+        plugin = type(plugin)(loss_scale=1.0)
+    start = parameters_of(model)
+    fit(reference, None, loader(4))
+    fit(model, plugin, loader(4))
+    assert_trained_alike(model, reference, start, plugin.half_dtype)

@@ -46,11 +46,22 @@ class OpGroup(NamedTuple):
 
 
 # fmt: off
-# CUDA's autocast leaves these ops alone: without half weights, their inputs rarely differ in dtype.
-BEYOND_AUTOCAST: tuple[str, ...] = (
+# CUDA's autocast leaves these ops alone: without half weights, their inputs rarely differ in dtype,
+_SCATTERING = (
     "index_add", "index_copy", "index_reduce", "lerp", "masked_scatter", "scatter",
     "scatter_reduce",
 )
+# and weights that have no half kernels are fp32.
+_WITHOUT_HALF_KERNELS = (
+    "complex", "fft_fft", "fft_fft2", "fft_fftn", "fft_hfft", "fft_ifft", "fft_ifft2", "fft_ifftn",
+    "fft_ihfft", "fft_irfft", "fft_irfft2", "fft_irfftn", "fft_rfft", "fft_rfft2", "fft_rfftn",
+    "linalg_cholesky", "linalg_cond", "linalg_det", "linalg_eig", "linalg_eigh", "linalg_eigvals",
+    "linalg_eigvalsh", "linalg_inv", "linalg_lstsq", "linalg_lu", "linalg_matrix_exp",
+    "linalg_matrix_power", "linalg_matrix_rank", "linalg_matrix_sqrth", "linalg_pinv", "linalg_qr",
+    "linalg_slogdet", "linalg_solve", "linalg_solve_triangular", "linalg_svd", "linalg_svdvals",
+    "logdet", "nanquantile", "polar", "quantile", "stft", "view_as_complex",
+)
+BEYOND_AUTOCAST: tuple[str, ...] = (*_SCATTERING, *_WITHOUT_HALF_KERNELS)
 
 GROUPS: tuple[OpGroup, ...] = (
     OpGroup("half", "matrix products", "tensor cores multiply in half and add in fp32", (
@@ -80,9 +91,10 @@ GROUPS: tuple[OpGroup, ...] = (
     OpGroup("fp32", "distances", "differences of near values, squared and summed", (
         "cdist", "cosine_similarity", "dist", "pairwise_distance", "pdist",
     )),
-    OpGroup("fp32", "matrix functions", "made of eigenvalues, which have no kernels in half", (
-        "linalg_matrix_sqrth",  # from torch 2.14 on
-    )),
+    OpGroup(
+        "fp32", "linear algebra, Fourier transforms", "CUDA has no half kernels, at least in bf16",
+        _WITHOUT_HALF_KERNELS,
+    ),
     OpGroup("fp32", "losses", "everything after depends on them", (
         "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
         "cross_entropy", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss",
@@ -105,7 +117,7 @@ GROUPS: tuple[OpGroup, ...] = (
     )),
     OpGroup(
         "promote", "scattering", "a half stream meets fp32 outputs of hand-written norms",
-        BEYOND_AUTOCAST,
+        _SCATTERING,
     ),
 )
 
@@ -131,11 +143,14 @@ _WITH_THE_LISTS_OF_CUDA = frozenset({"cuda", "xpu"})
 
 _ALIASES = {
     "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh",
-    "arctan": "atan", "arctan2": "atan2", "arctanh": "atanh", "clip": "clamp", "concat": "cat",
-    "concatenate": "cat", "cross_entropy_loss": "cross_entropy", "divide": "div",
-    "grid_sample": "grid_sampler", "linalg_matmul": "matmul", "log_sigmoid": "logsigmoid",
-    "multiply": "mul", "negative": "neg", "nll_loss2d": "nll_loss", "nll_loss_nd": "nll_loss",
-    "special_expit": "sigmoid", "subtract": "sub", "trapz": "trapezoid", "true_divide": "div",
+    "arctan": "atan", "arctan2": "atan2", "arctanh": "atanh", "cholesky": "linalg_cholesky",
+    "clip": "clamp", "concat": "cat", "concatenate": "cat", "cross_entropy_loss": "cross_entropy",
+    "det": "linalg_det", "divide": "div", "grid_sample": "grid_sampler", "inverse": "linalg_inv",
+    "linalg_matmul": "matmul", "log_sigmoid": "logsigmoid", "matrix_exp": "linalg_matrix_exp",
+    "matrix_power": "linalg_matrix_power", "multiply": "mul", "negative": "neg",
+    "nll_loss2d": "nll_loss", "nll_loss_nd": "nll_loss", "pinverse": "linalg_pinv",
+    "qr": "linalg_qr", "slogdet": "linalg_slogdet", "special_expit": "sigmoid", "subtract": "sub",
+    "svd": "linalg_svd", "trapz": "trapezoid", "true_divide": "div",
     # Methods behind Python operators.
     "__add__": "add", "__div__": "div", "__matmul__": "matmul", "__mul__": "mul",
     "__neg__": "neg", "__pow__": "pow", "__radd__": "add", "__rdiv__": "reciprocal",

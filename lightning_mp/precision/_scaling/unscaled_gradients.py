@@ -22,12 +22,14 @@ class UnscaledGradients:
         self._unscaled: dict[int, Tensor] = {}
         # Gradients that backwards of scaled losses have left; weak, because `zero_grad` frees them.
         self._scaled: dict[int, weakref.ref[Tensor]] = {}
+        self._has_run = False  # whether any backward of a scaled loss has run
         # The gradients and their versions before the running backward.
         self._before: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
 
     @contextlib.contextmanager
     def arriving(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Surround the backward of a scaled loss and record the gradients that it changes."""
+        self._has_run = True
         # A backward outside the plugin, such as that of a probe, leaves unscaled gradients.
         self._before = {
             id(p): (weakref.ref(grad), grad._version)
@@ -73,9 +75,16 @@ class UnscaledGradients:
             1 if any gradient is NaN or inf, else 0 (0-d fp32 tensor); `None` without loss scale.
         """
         parameters = list(parameters)
+        if not self._has_run and self._scaler and self._scaler.scale != 1:
+            raise RuntimeError(
+                "An optimizer step divides gradients by the loss scale, but no backward of a "
+                "scaled loss has run. In manual optimization, call `self.manual_backward(loss)` "
+                "instead of `loss.backward()`. For gradients of other functions, such as "
+                "`torch.autograd.grad`, pass `loss_scale=1.0` to the plugin, or use bf16."
+            )
         fresh = [p for p in parameters if id(p) not in self._unscaled]
         before = [p for p in parameters if id(p) in self._unscaled]
-        for p in fresh:
+        for p in parameters:
             grad = p.grad
             self._scaled.pop(id(grad), None)
             if grad is not None and grad.dtype in HALF_DTYPES:
@@ -117,6 +126,7 @@ class UnscaledGradients:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self._has_run = False
         self._unscaled.clear()
         self._scaled.clear()
 

@@ -64,10 +64,13 @@ class HalfWeights:
         return parameter in self._ledger
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HalfWeights":
-        return self  # a copy of the model, such as an average, is an ordinary half model
+        # A copy of the model, such as an average, is an ordinary half model. A copy of the plugin,
+        # which has copied its ledger before, converts other weights.
+        ledger: Any = memo.get(id(self._ledger))
+        return self if ledger is None else HalfWeights(self.half, self.write_back, ledger)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HalfWeights, (self.half, self.write_back)  # a pickled model is one, too
+        return HalfWeights, (self.half, self.write_back, self._ledger)  # a pickled model is one too
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return a new fp32 tensor with the value of a weight and its residual."""

@@ -89,6 +89,9 @@ class Ledger:
         self._is_refused = False  # whether a second Trainer was refused, and has not ended yet
         self._names: dict[int, str] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ledger, ()  # the copy of a plugin, also in another process, serves its own runs
+
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self.entries
 

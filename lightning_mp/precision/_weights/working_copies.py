@@ -92,10 +92,13 @@ class WorkingCopies:
         self._undo = contextlib.ExitStack()  # run by `release`
 
     def __deepcopy__(self, memo: dict[int, object]) -> "WorkingCopies":
-        return self  # copies of the model, such as a teacher, compute with half copies, too
+        # Copies of the model, such as a teacher, compute with half copies, too. A copy of the
+        # plugin, which has copied its ledger before, has its own.
+        ledger: Any = memo.get(id(self._ledger))
+        return self if ledger is None else WorkingCopies(self.half, ledger)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WorkingCopies, (self.half,)  # a pickled model has no copies
+        return WorkingCopies, (self.half, self._ledger)  # a pickled model has no copies
 
     # --- the model -------------------------------------------------------------------------------
 
