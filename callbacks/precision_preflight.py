@@ -109,15 +109,21 @@ class PrecisionPreflight(pl.Callback):
             self._end(usage("preflight_failed", name=type(error).__name__, text=text))
         trainer.should_stop |= self.stops and self._seen >= self._wanted
 
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._seen < self._wanted and self.result is not None:  # the data have ended
+            self._conclude(trainer, self.result)
+
     def _compare(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         runs = Runs(trainer, batch, batch_idx)
         agree = trainer.strategy.broadcast if trainer.world_size > 1 else lambda value: value
-        is_last = self._seen == self._wanted
-        self.result = found = preflight_step(runs, self.result, agree, is_last)
-        if found is None:
+        self.result = preflight_step(runs, self.result, agree)
+        if self.result is None:
             self._end(usage("preflight_rows"))
-        if found is None or not is_last:
-            return
+        elif self._seen == self._wanted:
+            self._conclude(trainer, self.result)
+
+    def _conclude(self, trainer: pl.Trainer, found: Preflight) -> None:
         plugin = trainer.precision_plugin
         self.settings = settings_of(found, plugin)
         verdict = verdict_in_words(found, type(plugin).__name__)

@@ -27,7 +27,7 @@ _FP16_MAX = torch.finfo(torch.float16).max
 
 
 def preflight_step(
-    runs: Runs, before: Preflight | None, agree: Callable[[Any], Any], is_last: bool
+    runs: Runs, before: Preflight | None, agree: Callable[[Any], Any]
 ) -> Preflight | None:
     """Return the result with one more step; `None` if the batch has no gradient noise."""
     measured, failure = None, None
@@ -51,7 +51,7 @@ def preflight_step(
     all_found = found if before is None else found.merged(before)
     if is_bad and agree(all_found.best_scale) is None:
         all_found = cheapest_remedy(trials, all_found)
-    return trials.proved(all_found) if is_last else all_found
+    return trials.proved(all_found)
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,15 @@ class ZeroShotAccuracy(StoredRows):
         finally:
             self._keeps_prompts = False
 
+    def _apply(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Move prompts with the states."""
+        before, moved = self.device, super()._apply(*args, **kwargs)
+        for name in ("_sums_CD", "_counts_C", "_classes_CD", "_checksum"):
+            value = getattr(self, name)
+            if self.device != before and value is not None:
+                setattr(self, name, value.to(self.device))
+        return moved
+
     def reset(self) -> None:
         """Remove images and prompts."""
         super().reset()

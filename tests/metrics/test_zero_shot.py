@@ -56,6 +56,15 @@ def test_accuracies_equal_those_of_clips_recipe(dtype: torch.dtype, workspace_by
     assert 0.3 < values["top1"] < values["top3"] < 1
 
 
+def test_prompts_move_to_the_device_of_the_metric() -> None:
+    metric = ZeroShotAccuracy(num_classes=CLASSES)
+    feed(metric, make_data())
+    metric.to("meta")
+    tensors = [value for value in vars(metric).values() if isinstance(value, Tensor)]
+    assert len(tensors) == 5  # sums, counts and features of classes, and two checksums
+    assert all(value.is_meta for value in tensors)
+
+
 def test_ties_and_non_finite_values_count_against_the_model() -> None:
     same = ZeroShotAccuracy(num_classes=3, top_k=[1, 2])
     same.update_prompts(torch.ones(3, 4), torch.arange(3))

@@ -78,8 +78,9 @@ class Stream(IterableDataset[Any]):
         return iter(Sentences().train_dataloader())
 
 
-def test_data_of_unknown_length_are_compared_without_a_limit_of_steps() -> None:
-    callback = PrecisionPreflight(steps=2, stops=True)
+@pytest.mark.parametrize("steps", [2, 20])
+def test_data_of_unknown_length_are_compared_until_they_end(steps: int) -> None:
+    callback = PrecisionPreflight(steps=steps, stops=True)
     run = trainer("BalancedAMP bf16", callback, max_steps=-1, max_epochs=1)
     run.fit(make_words(), DataLoader(Stream(), batch_size=None))
     assert "is safe for this model" in callback.text
