@@ -89,7 +89,6 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
         model = self.model
         # False inside `no_sync`, which Lightning enters during gradient accumulation.
         if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
-            model.require_forward_param_sync = True  # the next forward sends rank 0's buffers
             hook = model._comm_hooks[-1] if model._comm_hooks else None
             if self.world_size > 1 or hook is not None:
                 self._average.over_ranks(
@@ -147,3 +146,5 @@ class _NoSyncForwardRedirection(_ForwardRedirection):
         self, wrapper_module: nn.Module, original_module: "pl.LightningModule"
     ) -> None:
         wrapper_module.require_backward_grad_sync = self._sync
+        # The next forward sends rank 0's buffers, as under DDP.
+        wrapper_module.require_forward_param_sync = self._sync
