@@ -373,3 +373,18 @@ def test_gradients_of_an_unscaled_loss_raise_or_train_at_a_scale_of_one(
     fit(reference, None, loader(4))
     fit(model, plugin, loader(4))
     assert_trained_alike(model, reference, start, plugin.half_dtype)
+
+
+@plugins
+def test_step_without_gradients_needs_no_backward(make_plugin: Callable[[], Any]) -> None:
+    class Steps(Regression):
+        automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.optimizers().step()
+
+    model = Steps()
+    start = parameters_of(model)
+    fit(model, make_plugin(), loader(1))
+    # `PureFP16` keeps 22 bits of a weight.
+    torch.testing.assert_close(parameters_of(model), start, rtol=2**-21, atol=1e-9)

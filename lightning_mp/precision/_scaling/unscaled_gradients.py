@@ -75,7 +75,8 @@ class UnscaledGradients:
             1 if any gradient is NaN or inf, else 0 (0-d fp32 tensor); `None` without loss scale.
         """
         parameters = list(parameters)
-        if not self._has_run and self._scaler and self._scaler.scale != 1:
+        is_scaled = self._scaler is not None and self._scaler.scale != 1
+        if is_scaled and not self._has_run and _gradients(parameters):
             raise RuntimeError(
                 "An optimizer step divides gradients by the loss scale, but no backward of a "
                 "scaled loss has run. In manual optimization, call `self.manual_backward(loss)` "
