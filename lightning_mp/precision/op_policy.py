@@ -20,6 +20,7 @@ from lightning_mp.precision._choice.op_tables import (
     CLASS_OF,
     GROUPS,
     INPUT_ONLY,
+    WRITES,
     OpClass,
     autocast_agrees,
     callables_of,
@@ -173,9 +174,10 @@ class OpPolicy:
 class _Rule(NamedTuple):
     """The action for calls of a function."""
 
-    action: OpClass | Literal["open", "method", "affine"]
+    action: OpClass | Literal["open", "method", "write"]
     inplace_at: int = -1
     input_only: bool = False
+    kept: int = 0  # number of arguments that are not cast, if any other is
     opened: dict[Callable[..., Any], Callable[..., Any]] | None = None
 
 
@@ -190,14 +192,8 @@ class _PolicyMode(TorchFunctionMode):
         self.rules = rules
         self.muted = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         # By name, because Dynamo does not find Python methods among the keys of a dict.
         name = getattr(func, "__name__", "")
         if name == "wrapped":  # Dynamo of torch 2.15 on `Tensor.__pow__`
@@ -217,19 +213,25 @@ class _PolicyMode(TorchFunctionMode):
             # torch disables a mode while it handles a call; the ops inside need it again.
             with self:
                 return opened(*args, **kwargs)
-        if rule.action == "affine":
-            # Kernels with fp32 statistics accept half inputs, but no half weights.
-            if len(dtypes_of((args, kwargs), self._is_castable)) == 2:
-                late, kwargs = cast_castable((args[3:], kwargs), torch.float32, self._is_castable)
-                args = (*args[:3], *late)
+        if rule.kept:
+            is_mixed = len(dtypes_of((args, kwargs), self._is_castable)) > 1
+            if is_mixed and args and self._is_castable(args[0]):
+                dtype = args[0].dtype if rule.action == "write" else torch.float32
+                rest, kwargs = cast_castable((args[rule.kept :], kwargs), dtype, self._is_castable)
+                args = (*args[: rule.kept], *rest)
             return func(*args, **kwargs)
         return self._cast_and_call(rule, func, args, kwargs)
 
     def _cast_and_call(
         self, rule: _Rule, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        is_on = torch.is_autocast_enabled(self.device_type) and not self.muted
-        if not is_on or _is_explicit(rule, args, kwargs):
+        is_on = torch.is_autocast_enabled(self.device_type)
+        if self.muted or (is_on and rule.action == "given") or _is_explicit(rule, args, kwargs):
+            return func(*args, **kwargs)
+        if not is_on:
+            # A module that disables autocast in its forward has half copies of its weights.
+            if len(dtypes_of((args, kwargs), self._is_castable)) == 2:
+                args, kwargs = cast_castable((args, kwargs), torch.float32, self._is_castable)
             return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
         dtype: torch.dtype | None = torch.float32
@@ -307,7 +309,9 @@ def _rules_of_mixed_inputs() -> dict[str, _Rule]:
 def _rules_of_composites() -> dict[str, _Rule]:
     rule = _Rule("open", opened=opened_composites())
     # Dynamo traces `unflatten` as a method, but not as a function, because of its `super()`.
-    methods = {"unflatten": _Rule("method")} | dict.fromkeys(INPUT_ONLY, _Rule("affine"))
+    methods = {"unflatten": _Rule("method")} | dict.fromkeys(WRITES, _Rule("write", kept=1))
+    # Kernels with fp32 statistics accept half inputs, but no half weights.
+    methods |= dict.fromkeys(INPUT_ONLY, _Rule("fp32", kept=3))
     return methods | {original.__name__: rule for original in opened_composites()}
 
 
@@ -320,12 +324,12 @@ def serve_norms(modules: Iterable[nn.Module], undo: ExitStack) -> None:
     A call of `layer_norm` through a function mode takes the host five times as long.
     """
 
-    def forward(module: nn.Module, input: Tensor) -> Any:
-        if not torch.compiler.is_compiling():
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if args and not torch.compiler.is_compiling():
             mode = torch.overrides._get_current_function_mode()
             if isinstance(mode, _PolicyMode):
-                return mode.call_norm(module, input)
-        return type(module).forward(module, input)
+                return mode.call_norm(module, *args)
+        return type(module).forward(module, *args, **kwargs)
 
     for module in modules:
         # Only the mode casts the weights of a frozen half-precision norm.
@@ -370,7 +374,8 @@ def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
     if not actions:
         return {}
     rules = _rules_of_composites()
-    for op, op_class in actions.items():
+    agreed: dict[str, OpClass] = dict.fromkeys(CLASS_OF, "given")
+    for op, op_class in (agreed | actions).items():
         action = "fp32" if op_class == "norm" and not stored_as_input else op_class
         functions = callables_of(op)
         inplace_at = max(map(_inplace_at, functions), default=-1)

@@ -118,3 +118,12 @@ def test_half_weights_of_norms_with_statistics_train_as_in_fp32(
     assert relative(model, reference, start) < {"fp16": 2**-7, "bf16": 2**-4}[half]
     for mine, theirs in zip(model.buffers(), reference.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2**-6, atol=2**-8)
+
+
+def test_served_norm_accepts_its_input_by_name() -> None:
+    norms = nn.ModuleList([nn.RMSNorm(8), nn.LayerNorm(8)])
+    with contextlib.ExitStack() as undo:
+        serve_norms(norms, undo)
+        with OpPolicy().context("cpu", torch.float16):
+            assert torch.equal(norms[0](x=X), norms[0](X))
+            assert torch.equal(norms[1](input=X), norms[1](X))

@@ -1,6 +1,7 @@
 """Modules that use their weights in unusual ways, and compiled modules, with half copies."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -144,3 +145,56 @@ def test_compiled_module_is_one_graph_and_learns(way: str, attached: Any) -> Non
         isinstance(p, nn.Parameter) for m in module.modules() for p in m._parameters.values()
     )
     torch.compiler.reset()
+
+
+class _Own(nn.Module):
+    """Reads its own weights outside of layers."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.use = nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6)), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.weight)
+
+
+def _masked(x: Tensor, weight: Tensor) -> Tensor:
+    y = x.clone()
+    y[torch.arange(len(x)) % 2 == 0] = weight[0]
+    return y
+
+
+def _scattered(x: Tensor, weight: Tensor) -> Tensor:
+    index = torch.arange(6)
+    y = x.clone().index_copy_(0, index, weight).index_add_(0, index, weight)
+    y = y.scatter_add_(0, index.expand(6, 6), weight).scatter_(0, index.expand(1, 6), weight[:1])
+    return y.masked_scatter_(y > 0.5, weight).lerp_(weight[0], 0.5)
+
+
+def _in_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        y = x.float() @ weight.mT
+        return torch.cdist(nn.functional.linear(y, weight), weight)
+
+
+# Under `16-mixed` these weights are fp32, like the tensors beside them.
+USES = {"setitem": _masked, "in-place writes": _scattered, "autocast disabled": _in_fp32}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@halves
+def test_own_weights_are_used_beside_fp32_tensors(use: Any, half: Any, attached: Any) -> None:
+    module, plain = _Own(use), _Own(use)
+    attached(module, half)
+    found = gradients(module, X, half=half)
+    plain(X).square().mean().backward()
+    assert_close(found, [plain.weight.grad], half)
+
+
+@halves
+def test_embedding_bag_has_weights_per_sample(half: Any, attached: Any) -> None:
+    module = nn.EmbeddingBag(4, 6, mode="sum")
+    plain = copy.deepcopy(module)
+    attached(module, half)
+    ids, factors = torch.arange(8).view(2, 4) % 4, torch.linspace(0, 1, 8).view(2, 4)
+    assert torch.equal(run(module, ids, None, factors, half=half), plain(ids, None, factors))

@@ -22,6 +22,7 @@ __all__ = [
     "CLASS_OF",
     "GROUPS",
     "INPUT_ONLY",
+    "WRITES",
     "OpClass",
     "OpGroup",
     "autocast_agrees",
@@ -127,6 +128,9 @@ _COMPOSITES: tuple[str, ...] = (
     "lp_pool2d", "lp_pool3d", "multi_head_attention_forward", "multilabel_soft_margin_loss",
     "normalize", "softmin", "softsign", "tanhshrink", "triplet_margin_with_distance_loss",
 )
+
+# These ops write values to a tensor of the same dtype.
+WRITES = ("__setitem__", "index_put_", "scatter_add_", *(f"{op}_" for op in _SCATTERING))
 
 # These ops write to running statistics, which a cast would replace by copies.
 INPUT_ONLY: frozenset[str] = frozenset({"batch_norm", "instance_norm"})

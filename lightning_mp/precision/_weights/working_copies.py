@@ -26,9 +26,9 @@ from lightning_mp.precision._weights.ledger import Entry, Ledger, ModuleUsers, i
 
 __all__ = ["WorkingCopies"]
 
-# Modules that read their weights outside of `_parameters`, where autocast casts them, or compute
-# weights from other weights, where half would round twice.
-_READS_ELSEWHERE = (nn.RNNBase, ParametrizationList, torch.jit.ScriptModule)
+# Modules that read their weights outside of `_parameters`, where autocast casts them, compute
+# weights from other weights, where half would round twice, or sum weights with fp32 factors.
+_READS_ELSEWHERE = (nn.RNNBase, ParametrizationList, torch.jit.ScriptModule, nn.EmbeddingBag)
 
 # Only products read the weights of these modules, and autocast casts them to the same bits. Up to
 # `_SMALL` elements, the cast takes less time than replacing the weight.
