@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive import _operator
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._exchange.exchange import Ring
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import NeedsGrad, Plan
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, Plan, agreed_plan
 from lightning_mp.contrastive._tiles.triton_tiles import (
     TritonTiles,
     block,
@@ -125,3 +126,17 @@ def test_blocks_that_fill_the_device_can_be_captured(triton_launches: FakeCuda) 
     # 2^20 values are 1024 x 1024; as many rows as this fill the device.
     assert captured.count("softmax_kernel") == 16
     assert captured.count("product") == 32
+
+
+@pytest.mark.parametrize("is_softmax", [True, False])
+def test_positives_on_the_host_take_no_host_sync(gpu: FakeCuda, is_softmax: bool) -> None:
+    image, text = torch.randn(20, 8, device="cuda"), torch.randn(25, 8, device="cuda")
+    positives, scale = torch.randint(-1, 25, (20, 3)), torch.ones((), device="cuda")
+    needs = (True, True, True, False, False)
+    request = Request(
+        image, text, scale, positives=positives, backend="torch", is_softmax=is_softmax,
+        needs_grad=needs,
+    )  # fmt: skip
+    syncs = gpu.syncs
+    _operator._compute(agreed_plan(request))
+    assert gpu.syncs == syncs

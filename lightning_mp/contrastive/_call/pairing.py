@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_mp.contrastive._call.checks import STATISTICS_PROBLEM
 from lightning_mp.contrastive._call.request import Request
+from lightning_mp.numerics.async_readback import send
 
 __all__ = ["Pairing", "paired"]
 
@@ -17,6 +18,7 @@ class Pairing(NamedTuple):
     """The order of images and texts, `None` if they keep it, and the positive pairs in this order.
 
     Text i belongs to image i for i < `matched`, the number of images with a positive of their own.
+    `others` are the numbers of all other pairs.
     """
 
     image_order: Tensor | None
@@ -24,11 +26,7 @@ class Pairing(NamedTuple):
     matched: int
     images_e: Tensor
     texts_e: Tensor
-
-    def off_diagonal(self) -> tuple[Tensor, Tensor]:
-        """Return the images and texts of positive pairs other than text i of image i."""
-        is_other_e = (self.images_e != self.texts_e) | (self.images_e >= self.matched)
-        return self.images_e[is_other_e], self.texts_e[is_other_e]
+    others: Tensor
 
 
 def paired(request: Request, positives: Tensor) -> tuple[str | None, Request, Pairing | None]:
@@ -36,6 +34,7 @@ def paired(request: Request, positives: Tensor) -> tuple[str | None, Request, Pa
 
     The host reads the positives.
     """
+    positives = positives.cpu()
     # Checked first, because the pairing uses positives as indices.
     problem = _range_problem(positives, len(request.text))
     if problem is not None:
@@ -75,7 +74,7 @@ def _pairing_problem(request: Request, pairing: Pairing) -> str | None:
 
 
 def _range_problem(positives: Tensor, n: int) -> str | None:
-    """Return an error if positives are not row numbers of `n` texts; the host reads them."""
+    """Return an error if positives are not row numbers of `n` texts."""
     least, most = (int(x) for x in positives.long().aminmax()) if positives.numel() else (-1, -1)
     if least >= -1 and most < n:
         return None
@@ -86,13 +85,13 @@ def _range_problem(positives: Tensor, n: int) -> str | None:
 
 
 def _pair_up(positives: Tensor, n: int, device: torch.device) -> Pairing:
-    """Return the pairing of some `positives`, (b,) or (b, k), -1 for none; the host reads them.
+    """Return the pairing of some `positives`, (b,) or (b, k), -1 for none.
 
     Tiles mask the positives on one diagonal. Therefore as many images as possible get a text of
     their own: the first of their positives that no image before them has taken.
     """
     # 64 bits, because pairs are numbered up to b n.
-    named_bk = positives.cpu().numpy().reshape(len(positives), -1).astype(np.int64)
+    named_bk = positives.numpy().reshape(len(positives), -1).astype(np.int64)
     b = len(named_bk)
     # On the host, because which text is free depends on all earlier images.
     own, is_taken = np.full(b, -1), np.zeros(n, dtype=bool)
@@ -110,18 +109,18 @@ def _pair_up(positives: Tensor, n: int, device: torch.device) -> Pairing:
     pairs_e = np.unique(images_e * n + named_bk[images_e, places])
     # The inverse of an order maps old places to new ones.
     places_b, places_n = np.argsort(image_order), np.argsort(text_order)
+    matched = int((own >= 0).sum())
+    images_e, texts_e = places_b[pairs_e // n], places_n[pairs_e % n]
 
     def on_device(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
+        return send(torch.from_numpy(values), device)
 
     def order(places: np.ndarray) -> Tensor | None:
         # Features that keep their order are not copied.
         return None if np.array_equal(places, np.arange(len(places))) else on_device(places)
 
     return Pairing(
-        order(image_order),
-        order(text_order),
-        int((own >= 0).sum()),
-        on_device(places_b[pairs_e // n]),
-        on_device(places_n[pairs_e % n]),
-    )
+        order(image_order), order(text_order), matched, on_device(images_e), on_device(texts_e),
+        # On the host, because the device would have to tell the number of others.
+        on_device(np.flatnonzero((images_e != texts_e) | (images_e >= matched))),
+    )  # fmt: skip

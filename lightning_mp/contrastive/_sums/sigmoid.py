@@ -111,7 +111,7 @@ def _add_further_positives(
     if pairing is None:
         return
     # The sweep masks text i of image i, but not its other positives.
-    images_e, texts_e = pairing.off_diagonal()
+    images_e, texts_e = pairing.images_e[pairing.others], pairing.texts_e[pairing.others]
     image_eD, text_eD = request.image[images_e], request.text[texts_e]
     logits_e = row_dots(image_eD, text_eD, plan.state) * plan.scale + plan.bias
     own_e = own_b[images_e]
