@@ -84,6 +84,14 @@ class OnOneRank(TinyCLIP):
         return self.head(self.visual(image)), self.text(text, **others)
 
 
+class EmptyAtFirst(TinyCLIP):
+    """The second rank has no rows in the first step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        image, text = (x[:0] if self.global_rank and not batch_idx else x for x in batch)
+        return self.visual(image).sum() + self.text(text).sum()
+
+
 class TakesAny(nn.Module):
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
@@ -95,12 +103,13 @@ class TakesAny(nn.Module):
 
 def _train(rank: int) -> dict[str, str]:
     said = {}
-    for name in ("prompt", "promt"):
+    for name, model in (("prompt", OnOneRank), ("promt", OnOneRank), ("input", EmptyAtFirst)):
+        role = "rows" if name == "input" else "whole"
         trainer = make_trainer(
-            InfCLStrategy(micro_batch_size=5, roles={name: "whole"}), devices=2, max_steps=2
+            InfCLStrategy(micro_batch_size=5, roles={name: role}), devices=2, max_steps=2
         )
         try:
-            trainer.fit(OnOneRank(), loader(48, 12))
+            trainer.fit(model(), loader(48, 12))
         except ValueError as error:
             said[name] = str(error)
         else:
@@ -111,5 +120,5 @@ def _train(rank: int) -> dict[str, str]:
 @pytest.mark.distributed
 def test_all_ranks_raise_for_an_unmatched_name_or_none() -> None:
     for said in run_ranks(_train, 2):
-        assert said["prompt"] == "2 steps"
+        assert said["prompt"] == said["input"] == "2 steps"
         assert said["promt"].startswith("Passed `InfCLStrategy(roles={'promt': 'whole'})`.")

@@ -139,8 +139,9 @@ class DeclaredRoles:
             return
         names = list(self.texts)
         found = [any(is_named(path, name) for path in self._known(name)) for name in names]
-        facts = self.agree([*found, *(tower in self._called for tower in towers)])
-        if not all(facts[len(found) :]) or not self._called:
+        called = [tower in self._called for tower in towers] or [bool(self._called)]
+        facts = self.agree([*found, *called])
+        if not all(facts[len(found) :]):
             return
         self.is_open = False
         missing = [name for name, is_found in zip(names, facts, strict=False) if not is_found]
