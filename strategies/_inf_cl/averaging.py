@@ -69,16 +69,16 @@ class GradientAverage:
             agreement.wait()
             _check_agreement(parameters, on_any_rank)
             self._trained = list(trained)
-        members = list(trained.values())
-        missing = _average(members, group, hook, bucket_bytes, sparse)
+        missing = [p for p in trained.values() if p.grad is None]
+        for parameter in missing:
+            zeros = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            parameter.grad = zeros.to_sparse(1) if id(parameter) in sparse else zeros
+        _average(list(trained.values()), group, hook, bucket_bytes, sparse)
         agreement.wait()
         if missing:
-            for parameter, (has_gradient, *_) in zip(
-                parameters.values(), on_any_rank.tolist(), strict=True
-            ):
-                if has_gradient and id(parameter) in missing:
-                    # A hook may return another dtype.
-                    parameter.grad = missing[id(parameter)].to(parameter.dtype, copy=True)
+            has_gradient = on_any_rank[:, 0].tolist()
+            for parameter, is_kept in zip(parameters.values(), has_gradient, strict=True):
+                parameter.grad = parameter.grad if is_kept else None
 
 
 def _check_agreement(parameters: Mapping[str, Tensor], on_any_rank: Tensor) -> None:
@@ -97,11 +97,9 @@ def _average(
     hook: tuple[Hook, Any] | None,
     bucket_bytes: int,
     sparse: Collection[int],
-) -> dict[int, Tensor]:
-    """Average gradients in place; return averages for missing gradients by parameter identity."""
+) -> None:
     world_size = dist.get_world_size(group)
     buckets = list(_buckets([p for p in trained if id(p) not in sparse], bucket_bytes))
-    missing: dict[int, Tensor] = {}
     in_flight: deque[tuple[_Bucket, Any]] = deque()
     for index, members in enumerate(buckets):
         bucket = _Bucket(index, index == len(buckets) - 1, members)
@@ -113,13 +111,12 @@ def _average(
             in_flight.append((bucket, hook[0](hook[1], bucket)))
         # A hook may start a collective when another ends, in a different order on each rank.
         if hook is not None or len(in_flight) == _IN_FLIGHT:
-            missing |= _write_averages(*in_flight.popleft())
+            _write_averages(*in_flight.popleft())
     for bucket, work in in_flight:
-        missing |= _write_averages(bucket, work)
+        _write_averages(bucket, work)
     for parameter in trained:
         if id(parameter) in sparse:
-            missing |= _average_sparse(parameter, world_size, group)
-    return missing
+            _average_sparse(parameter, world_size, group)
 
 
 def sparse_weights(module: nn.Module) -> set[int]:
@@ -133,12 +130,9 @@ class _Bucket:
 
     def __init__(self, index: int, is_last: bool, parameters: list[Tensor]) -> None:
         self._index, self._is_last, self._parameters = index, is_last, parameters
-        # A rank without a gradient contributes zeros.
+        gradients = [p.grad for p in parameters if p.grad is not None]
         self._buffer = torch.cat(
-            [
-                (torch.zeros_like(p) if p.grad is None else p.grad.to(p.dtype)).flatten()
-                for p in parameters
-            ]
+            [x.to(p.dtype).flatten() for p, x in zip(parameters, gradients, strict=True)]
         )
 
     def index(self) -> int:
@@ -178,36 +172,21 @@ def _buckets(parameters: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tens
         yield members
 
 
-def _write_averages(bucket: _Bucket, work: Any) -> dict[int, Tensor]:
-    """Copy the averages of a bucket to the gradients; return those for missing gradients."""
+def _write_averages(bucket: _Bucket, work: Any) -> None:
+    """Copy the averages of a bucket to the gradients."""
     result = work.wait()
     # An all-reduce writes to the buffer; a hook returns a tensor or a list with one tensor.
     if isinstance(result, (list, tuple)):
         result = result[0]
     means = bucket.split(result if isinstance(result, Tensor) else bucket.buffer())
-    written: list[Tensor] = []
-    averages: list[Tensor] = []
-    missing: dict[int, Tensor] = {}
-    for parameter, mean in zip(bucket.parameters(), means, strict=True):
-        if parameter.grad is None:
-            missing[id(parameter)] = mean
-        else:
-            written.append(parameter.grad)
-            averages.append(mean)
-    if written:
-        torch._foreach_copy_(written, averages)
-    return missing
+    torch._foreach_copy_([p.grad for p in bucket.parameters() if p.grad is not None], means)
 
 
-def _average_sparse(
-    parameter: Tensor, world_size: int, group: dist.ProcessGroup | None
-) -> dict[int, Tensor]:
+def _average_sparse(parameter: Tensor, world_size: int, group: dist.ProcessGroup | None) -> None:
     gradient = parameter.grad
-    mean = torch.zeros_like(parameter) if gradient is None else gradient * (1.0 / world_size)
+    assert gradient is not None
+    mean = gradient * (1.0 / world_size)
     # The gradient is dense if the weight is also used densely.
     mean = (mean if mean.is_sparse else mean.to_sparse(1)).coalesce()
     dist.all_reduce(mean, group=group)
-    if gradient is None:
-        return {id(parameter): mean}
     parameter.grad = mean if gradient.is_sparse else gradient.copy_(mean.to_dense())
-    return {}

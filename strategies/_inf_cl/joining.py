@@ -60,15 +60,7 @@ def field_roles(batch: Any, declared: DeclaredRoles) -> dict[str, Role]:
 
 
 class JoinedBatch:
-    """The batch of a step under construction; the first loader batch allocates all memory.
-
-    Args:
-        first: The first loader batch.
-        count: Number of loader batches to allocate memory for.
-        roles: Roles of the fields.
-        declared: The declared roles.
-        pin: Whether to use pinned memory.
-    """
+    """The batch of a step under construction; the first loader batch allocates all memory."""
 
     def __init__(
         self, first: Any, count: int, roles: Mapping[str, Role], declared: DeclaredRoles, pin: bool
@@ -86,11 +78,7 @@ class JoinedBatch:
         } - {path for path in self._fields if declared.role(path, "field")}
 
     def add(self, batch: Any) -> None:
-        """Copy a loader batch to its rows; the loader batch may be freed afterwards.
-
-        Raises:
-            ValueError: The loader batch does not match the earlier ones.
-        """
+        """Copy a loader batch to its rows; the loader batch may be freed afterwards."""
         leaves = open_batch(batch, self._fields).leaves
         values = {leaf.path: leaf.value for leaf in leaves}
         # Compare names, not the number of fields: fields in another order would be mixed up.
@@ -303,9 +291,8 @@ def numbers_rows(path: str, value: Any, rows: int) -> bool:
     elif isinstance(value, Tensor) and is_array(value) and not value.is_floating_point():
         # torch computes no minimum of unsigned integers.
         numbers = value.cpu().numpy()
-    if not isinstance(numbers, np.ndarray) or numbers.ndim not in (1, 2):
-        return False
-    if numbers.dtype.kind not in "iu":
+    is_vector = isinstance(numbers, np.ndarray) and numbers.ndim in (1, 2)
+    if not is_vector or numbers.dtype.kind not in "iu":
         return False
     numbers = numbers[numbers != -1]  # padding
     if not numbers.size or numbers.min() < 0:

@@ -25,13 +25,8 @@ class GatheredLoader:
     batches would hold `prefetch_factor` large batches per worker. Lightning saves and loads the
     position in an epoch.
 
-    Args:
-        loader: A loader of small batches, such as a `DataLoader`.
-        count: Number of loader batches per gathered batch. The last gathered batch of an epoch may
-            be smaller; with `drop_last` it is dropped.
-        declared: The declared roles of fields.
-        pin: Whether to use pinned memory.
-        epoch_batches: Returns the number of gathered batches per epoch.
+    The last gathered batch of an epoch may be smaller; with `drop_last` it is dropped. The gathered
+    batches of an epoch are `epoch_batches()`.
     """
 
     # Its own attributes; all others belong to the loader.

@@ -81,11 +81,7 @@ class LoaderState(Place):
 
 
 class LoaderOrder(Place):
-    """The position of a loader of known order; on resume, indices of read batches are skipped.
-
-    Args:
-        loader: A loader of a map-style data set, for which `is_known` holds.
-    """
+    """The position of a loader of known order; on resume, indices of read batches are skipped."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         super().__init__(loader)

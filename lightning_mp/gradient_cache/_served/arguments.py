@@ -1,5 +1,6 @@
 """Opens the arguments of a tower's call and tells which of them have the rows of the batch."""
 
+import contextlib
 import dataclasses
 import inspect
 from collections import Counter, defaultdict
@@ -30,19 +31,12 @@ __all__ = [
 
 @dataclasses.dataclass(slots=True)
 class Tree:
-    """A nested value: a container with its children, or a leaf.
+    """A nested value: a container with its children, or a leaf."""
 
-    Args:
-        path: Name of the value, such as `batch.pixel_values` or `images[0]`.
-        value: The value itself.
-        children: The items of a container; `None` for a leaf.
-        close: Returns a container of the same type with other items.
-    """
-
-    path: str
+    path: str  # such as `batch.pixel_values` or `images[0]`
     value: Any
-    children: "list[Tree] | None" = None
-    close: Callable[[list[Any]], Any] = list
+    children: "list[Tree] | None" = None  # `None` for a leaf
+    close: Callable[[list[Any]], Any] = list  # returns a container of the same type
 
     @property
     def leaves(self) -> "list[Tree]":
@@ -73,14 +67,8 @@ class Arguments:
     are lists with one item per row: strings, numbers, images of different sizes. Every micro-batch
     gets all other values whole: parameters, buffers, attention masks of shape (L, L), flags.
 
-    Args:
-        tower: The called tower, whose signature names the arguments.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        declared: The declared roles.
-        earlier: What earlier calls of the tower have shown.
-        expected: Number of rows of the step's batch. It is the batch size of the call if an
-            argument has as many rows. `None`: unknown.
+    `expected` is the number of rows of the step's batch. It is the batch size of the call if an
+    argument has as many rows.
     """
 
     def __init__(
@@ -98,13 +86,10 @@ class Arguments:
         self._constants = {id(tensor) for tensor in buffers}
         self.declared, self.earlier = declared, earlier
         self._least_rows_per_sample = 1  # among the declared roles
-        for argument in tree.children or ():
-            argument.prune(lambda each: each.path in earlier.lists_of_rows)
-        found = self._find_batch_size(tree.children or [], expected)
+        tree.prune(lambda each: each.path in earlier.lists_of_rows)
+        found = self._find_batch_size(tree, expected)
         self.batch_size = found or 0
-
-        for argument in tree.children or ():
-            argument.prune(self._has_one_item_per_row)
+        tree.prune(self._has_one_item_per_row)
         self.rebuild: Callable[[Iterable[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
         """Returns the positional and keyword arguments with other leaves."""
         self.rebuild = tree.rebuild
@@ -131,22 +116,20 @@ class Arguments:
         parts = [f"taken {taken}: {', '.join(words[taken])}" for taken in sorted(words)]
         return "; ".join(parts) or "no arguments"
 
-    def _find_batch_size(self, arguments: list[Tree], expected: int | None) -> int | None:
-        lists = [tree for argument in arguments for tree in lists_in(argument)]
-        leaves = [
-            leaf for argument in arguments for leaf in argument.leaves if is_array(leaf.value)
-        ]
+    def _find_batch_size(self, tree: Tree, expected: int | None) -> int | None:
+        lists = lists_in(tree)
+        arrays = [leaf for leaf in tree.leaves if is_array(leaf.value)]
         declared = [
-            (tree.value, role)
+            (each.value, role)
             # Lists first, because a declared name of a list also matches the tensors in it.
-            for tree in [*lists, *leaves]
-            if (role := self._declared_role(tree.path)) is not None and role.has_rows
+            for each in [*lists, *arrays]
+            if (role := self._declared_role(each.path)) is not None and role.has_rows
         ]
         # Without other evidence the first tensor decides, as towers take their data first.
         guessed = [
-            len(tree.value)
-            for tree in [*leaves, *lists]
-            if self._declared_role(tree.path) is None and not self._is_constant(tree.value)
+            len(each.value)
+            for each in [*arrays, *lists]
+            if self._declared_role(each.path) is None and not self._is_constant(each.value)
         ]
         if declared:
             value, role = min(declared, key=lambda pair: pair[1].rows_per_sample)
@@ -300,10 +283,9 @@ def lengths_in(tree: Tree) -> list[int]:
 
 
 def _argument_names(signature_of: Callable[..., Any], count: int) -> list[str]:
-    try:
-        parameters = inspect.signature(signature_of).parameters.values()
-    except (TypeError, ValueError):  # C functions have no signature
-        parameters = {}.values()  # type: ignore[assignment]
+    parameters: list[inspect.Parameter] = []
+    with contextlib.suppress(TypeError, ValueError):  # C functions have no signature
+        parameters = list(inspect.signature(signature_of).parameters.values())
     positional = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]

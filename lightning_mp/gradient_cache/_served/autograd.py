@@ -206,15 +206,12 @@ class GradientSums:
 
     def totals(self) -> list[Tensor | None]:
         """Return the sums, in the dtype of the gradients, on the devices of the tensors."""
-        totals = [
-            None if total is None else total.to(tensor.device, dtype)
-            for tensor, total, dtype in zip(self._tensors, self._sums, self._dtypes, strict=True)
-        ]
-        # Hooks do not accept `None`.
-        return [
-            torch.zeros_like(tensor) if total is None and tensor._backward_hooks else total
-            for tensor, total in zip(self._tensors, totals, strict=True)
-        ]
+        totals: list[Tensor | None] = []
+        for tensor, total, dtype in zip(self._tensors, self._sums, self._dtypes, strict=True):
+            if total is None and tensor._backward_hooks:  # which do not accept `None`
+                total = torch.zeros_like(tensor)
+            totals.append(None if total is None else total.to(tensor.device, dtype))
+        return totals
 
 
 def grad_without_side_effects(

@@ -35,19 +35,12 @@ _NUMBERS = re.compile(r"row numbers(?: of (\S+))?")
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The role of one tensor.
-
-    Args:
-        kind: Kind of role.
-        rows_per_sample: Number of rows per sample of the batch.
-        numbered_field: Name of the field whose rows are numbered; `""`: the batch itself.
-        padding: Value that fills shorter rows; `None`: all rows have one shape.
-    """
+    """The role of one tensor."""
 
     kind: Kind
-    rows_per_sample: int = 1
-    numbered_field: str = ""
-    padding: float | None = None
+    rows_per_sample: int = 1  # of the batch
+    numbered_field: str = ""  # whose rows are numbered; `""`: the batch itself
+    padding: float | None = None  # fills shorter rows; `None`: all rows have one shape
     has_rows: bool = field(init=False, compare=False)
     """Whether the first dimension holds the rows of the batch."""
 
