@@ -58,7 +58,8 @@ def _first_producer(trace: Trace, near_limit: float) -> tuple[TracedCall | None,
             continue
         # If other values are near the limit, -inf is more likely an overflow than a mask.
         if all(s.is_masked and s.amax <= near_limit * s.limit for s in bad):
-            if not given:
+            inner = [c for c in masked if c.name.startswith(call.inside)]
+            if not given and all(_is_swallowed(c, trace) for c in inner):
                 masked.append(call)
         else:
             is_softmax = "softmax" in type(call.module).__name__.lower() or not given

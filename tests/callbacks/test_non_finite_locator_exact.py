@@ -170,17 +170,24 @@ def test_locator_names_the_softmax_of_a_fully_masked_row() -> None:
     assert "The -inf in its input `[0]` is a mask." in alarm.message
 
 
-@pytest.mark.parametrize("after", [nn.Linear(WIDTH, WIDTH), None], ids=["layer", "loss"])
-def test_locator_names_a_logarithm_of_zero(after: Any) -> None:
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize("after", ["layer", "loss"])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_locator_names_a_logarithm_of_zero(after: str, is_inside: bool) -> None:
     class Log(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.log(x.clamp(min=0))
 
-    model = Model(lambda: Body(Log(), *([after] if after else [])))
-    model.head = nn.Identity() if after is None else model.head
+    log = Residual(Log()) if is_inside else Log()
+    model = Model(lambda: Body(log, *([nn.Linear(WIDTH, WIDTH)] if after == "layer" else [])))
+    model.head = nn.Identity() if after == "loss" else model.head
     model.forward = lambda x: model.head(model.body(x)).sum(-1)  # type: ignore[method-assign]
     (alarm,) = locate(model, max_replays=1).alarms
-    assert alarm.tensor == "body.1"
+    assert alarm.tensor == ("body.1.0" if is_inside else "body.1")
 
 
 def test_locator_names_minus_inf_from_an_overflow() -> None:
