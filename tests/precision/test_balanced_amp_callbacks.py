@@ -244,6 +244,19 @@ def test_learning_rate_finder_tries_rates_and_restores_the_weights(
 
 
 @plugins
+def test_learning_rate_finder_averages_losses_of_skipped_steps(
+    plugin_type: Any, tmp_path: Path
+) -> None:
+    found = []
+    scale = LossScaleConfig(init_scale=2.0**120, max_scale=2.0**120, backoff_factor=2.0**-60)
+    for plugin in (None, plugin_type(loss_scale=scale)):
+        trainer = make_trainer(plugin, default_root_dir=tmp_path, max_epochs=1)
+        finder = Tuner(trainer).lr_find(Rated(), loader(20), num_training=10, max_lr=1e-4)
+        found.append(finder.results["loss"])
+    assert found[1] == pytest.approx(found[0], rel=2**-6)
+
+
+@plugins
 def test_learning_rate_finder_without_early_stop_ends_where_steps_fail(
     plugin_type: Any, tmp_path: Path
 ) -> None:

@@ -55,14 +55,17 @@ def hold_global_step(model: "pl.LightningModule") -> None:
     else:
         progress = loop.manual_optimization.optim_step_progress
     for tracker in (progress.total, progress.current):
-        if tracker.ready > tracker.completed:  # Lightning does not count steps in hooks
+        # Lightning does not count steps in hooks, and its rate finder averages losses by the count.
+        if tracker.ready > tracker.completed and not _finds_rate(model.trainer):
             tracker.ready -= 1
             tracker.completed -= 1
 
 
 def stop_rate_finder(model: Any) -> bool:
     """End the search of Lightning's learning rate finder; return whether it is running."""
-    trainer = model.trainer
-    is_running = any(isinstance(each, _LRCallback) for each in trainer.callbacks)
-    trainer.should_stop |= is_running
-    return is_running
+    model.trainer.should_stop |= _finds_rate(model.trainer)
+    return _finds_rate(model.trainer)
+
+
+def _finds_rate(trainer: "pl.Trainer") -> bool:
+    return any(isinstance(each, _LRCallback) for each in trainer.callbacks)
