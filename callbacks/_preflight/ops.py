@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_mp.callbacks._step.functions import running_module
 from lightning_mp.precision._choice.op_tables import canonical_name
-from lightning_mp.precision._weights.half_module import cast_floats
+from lightning_mp.precision._weights.half_module import cast_castable
 
 __all__ = ["Fp32Work", "RoundingOps"]
 
@@ -42,7 +42,7 @@ class RoundingOps(TorchFunctionMode):
         return output
 
     def _differs(self, func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> bool:
-        args, kwargs = cast_floats((args, kwargs), torch.float32)
+        args, kwargs = cast_castable((args, kwargs), torch.float32)
         autocast = torch.autocast(self._device_type, enabled=False)
         try:
             with torch.no_grad(), autocast, torch._C.DisableTorchFunction():

@@ -25,7 +25,7 @@ from lightning_mp.precision._choice.module_selection import as_written, select_m
 from lightning_mp.precision._choice.op_tables import follow_changes_of_torch, opened_composites
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.half_module import (
-    cast_floats,
+    cast_castable,
     is_border_cast,
     replace_forward,
 )
@@ -112,7 +112,7 @@ class Runs:
         """Run in fp32, without the plugin, on weights of the same values, or unrounded ones."""
         with fp32_weights(self.module.modules(), unrounded=unrounded):
             batch = self.batch if batch is None else batch
-            return self._run(cast_floats(batch, torch.float32), nullcontext(), 1.0, records)
+            return self._run(cast_castable(batch, torch.float32), nullcontext(), 1.0, records)
 
     def in_half(self, remedy: Remedy = _NOTHING, *, records: bool = False) -> Run:
         """Run as the plugin does, or a `BalancedAMP`, with the settings of a remedy."""
@@ -125,7 +125,7 @@ class Runs:
                 # The half weights of the run may be their own copies, without an error.
                 stack.enter_context(fp32_weights(self.module.modules(), unrounded=True))
                 stack.enter_context(self._working_copies(remedy.half))
-                batch = cast_floats(self.batch, torch.float32)
+                batch = cast_castable(self.batch, torch.float32)
             context, recompute = self._forward_context(remedy), self._recompute_context(remedy)
             return self._run(batch, context, scale, records, recompute, self._changed(remedy))
 
@@ -182,9 +182,9 @@ class Runs:
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with torch.autocast(self._device_type, enabled=False):
-                args, kwargs = cast_floats((args, kwargs), torch.float32)
+                args, kwargs = cast_castable((args, kwargs), torch.float32)
                 output = type(module).forward(module, *args, **kwargs)
-            return output if leaves_as is None else cast_floats(output, leaves_as)
+            return output if leaves_as is None else cast_castable(output, leaves_as)
 
         with ExitStack() as undo:
             if remedy.inf_clamp:

@@ -127,11 +127,9 @@ class BalancedAMP(ScaledPrecision):
         return module
 
     @override
-    def _take_new(self) -> None:
-        if self._ledger.root is not None:
-            # The new modules may replace one of `fp32_modules`, or the last one of its name.
-            kept = self._keep_fp32(self._ledger.root, strict=False)
-            self._working.keep(kept.values())
+    def _take_new(self, root: nn.Module) -> None:
+        # The new modules may replace one of `fp32_modules`, or the last one of its name.
+        self._working.keep(self._keep_fp32(root, strict=False).values())
 
     def _keep_fp32(self, module: nn.Module, *, strict: bool = True) -> dict[str, nn.Module]:
         """Return the modules that keep fp32 weights, and make all but norms compute in fp32."""

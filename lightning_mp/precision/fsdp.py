@@ -65,12 +65,10 @@ class ShardedBalancedAMP(BalancedAMP):
         """Do nothing: every all-gather rounds the fp32 shards to half precision."""
 
     @override
-    def connect(
-        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+    def connect(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Not at the first backward, when the root module holds gathered weights instead of shards.
         self._parameters = list(model.parameters())
-        return super().connect(model, optimizers, lr_schedulers)
+        return super().connect(model, *args, **kwargs)
 
     # All ranks must take the same decision, because a step contains collectives.
     @override
@@ -172,9 +170,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         return module
 
     @override
-    def connect(
-        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+    def connect(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Checked here because FSDPStrategy wraps the model after `convert_module`.
         if not any(True for _ in _roots(model)):
             raise MisconfigurationException(
@@ -192,7 +188,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
             )
         self._model = model
         self._undo.callback(setattr, self, "_model", None)
-        return super().connect(model, optimizers, lr_schedulers)
+        return super().connect(model, *args, **kwargs)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:  # type: ignore[override]

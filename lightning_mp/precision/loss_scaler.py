@@ -250,22 +250,15 @@ class LossScaler:
         config = self.config
         fresh = asdict(self._fresh_state())
         names = ["scale", "_growth_tracker"] if "_growth_tracker" in state else list(fresh)
-        missing = [name for name in names if name not in state]
-        if missing:
-            raise ValueError(
-                f"Passed a state with the keys {sorted(state)} to `LossScaler.load_state_dict`. "
-                f"The keys {missing} are missing. Pass the `state_dict()` of a `LossScaler` or a "
-                "`GradScaler`."
-            )
         for name in names:
-            key, value = name.replace("_growth_tracker", "good_steps_in_a_row"), state[name]
+            key, value = name.replace("_growth_tracker", "good_steps_in_a_row"), state.get(name)
             # Not `isinstance`, because `True` is an instance of `int`.
             kinds = (int, float) if key == "scale" else (type(fresh[key]),)
-            if type(value) not in kinds or not 0 <= value < math.inf:
+            if type(value) not in kinds or not 0 <= value < math.inf:  # type: ignore[operator]
                 raise ValueError(
-                    f"Passed a state with `{name}={value!r}` to `LossScaler.load_state_dict`. "
-                    f"`{name}` must be a finite {kinds[-1].__name__} of at least 0. Load another "
-                    "checkpoint."
+                    f"Passed a state with `{name}={value!r}` and the keys {sorted(state)} to "
+                    f"`LossScaler.load_state_dict`. `{name}` must be a finite {kinds[-1].__name__} "
+                    "of at least 0. Pass the `state_dict()` of a `LossScaler` or a `GradScaler`."
                 )
             fresh[key] = value
         # A `GradScaler` state does not tell whether an overflow has occurred.

@@ -7,7 +7,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
@@ -98,12 +97,10 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
         return module
 
     @override
-    def connect(
-        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+    def connect(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self._first = next(model.parameters(), None)
         self._undo.callback(setattr, self, "_trained", None)
-        return super().connect(model, optimizers, lr_schedulers)
+        return super().connect(model, *args, **kwargs)
 
     @override
     def _prepare(self) -> None:

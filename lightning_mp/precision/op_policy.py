@@ -15,19 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp._arguments import Check, explains_arguments, refuse_values
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.precision._choice.op_tables import (
-    BEYOND_AUTOCAST,
-    CLASS_OF,
-    GROUPS,
-    INPUT_ONLY,
-    WRITES,
-    OpClass,
-    autocast_agrees,
-    callables_of,
-    canonical_name,
-    follow_changes_of_torch,
-    opened_composites,
-)
+from lightning_mp.precision._choice import op_tables as tables
+from lightning_mp.precision._choice.op_tables import OpClass
 from lightning_mp.precision._weights.half_module import cast_castable, dtypes_of, replace_forward
 
 __all__ = ["OPS", "MixedInputs", "OpPolicy", "check_ops", "serve_norms"]
@@ -36,7 +25,7 @@ _CASTABLE = (*HALF_DTYPES, torch.float32)  # never float64, float8 or complex
 
 
 def _canonical_names(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(canonical_name(name) for name in names))
+    return tuple(dict.fromkeys(tables.canonical_name(name) for name in names))
 
 
 OPS = Check(take=_canonical_names, words="a list of names of torch functions, such as 'softmax'")
@@ -95,10 +84,10 @@ class OpPolicy:
         Args:
             op: Any name of the op, also an internal name such as "aten::_log_softmax".
         """
-        name = canonical_name(op)
+        name = tables.canonical_name(op)
         if name in self.fp32_ops:
             return "fp32"
-        return "half" if name in self.half_ops else CLASS_OF.get(name, "given")
+        return "half" if name in self.half_ops else tables.CLASS_OF.get(name, "given")
 
     def describe(self) -> str:
         """Return a table of the ops of each class, with the reasons."""
@@ -115,7 +104,7 @@ class OpPolicy:
             lines.append(headline)
             if moved.get(op_class):
                 lines += _op_lines("moved", f"`{op_class}_ops`", moved[op_class])
-            for group in GROUPS:
+            for group in tables.GROUPS:
                 ops = [op for op in group.ops if op not in (*self.fp32_ops, *self.half_ops)]
                 if group.op_class == op_class and ops:
                     lines += _op_lines(group.title, f"default, {group.why}", ops)
@@ -162,7 +151,7 @@ class OpPolicy:
         for mode in active:
             mode.muted = True
         if rules:
-            follow_changes_of_torch()
+            tables.follow_changes_of_torch()
         try:
             with _PolicyMode(device_type, rules) if rules else nullcontext():
                 yield
@@ -222,9 +211,7 @@ class _PolicyMode(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._cast_and_call(rule, func, args, kwargs)
 
-    def _cast_and_call(
-        self, rule: _Rule, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _cast_and_call(self, rule: _Rule, func: Any, args: Any, kwargs: Any) -> Any:
         is_on = torch.is_autocast_enabled(self.device_type)
         if self.muted or (is_on and rule.action == "given") or _is_explicit(rule, args, kwargs):
             return func(*args, **kwargs)
@@ -281,11 +268,9 @@ class MixedInputs(_PolicyMode):
     def __init__(self, half: torch.dtype) -> None:
         super().__init__("", _rules_of_mixed_inputs())
         self.half = half
-        follow_changes_of_torch()
+        tables.follow_changes_of_torch()
 
-    def _cast_and_call(
-        self, rule: _Rule, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _cast_and_call(self, rule: _Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if len(dtypes_of((args, kwargs), self._is_castable)) == 2:
             dtype = self.half if rule.action == "half" else torch.float32
             args, kwargs = cast_castable((args, kwargs), dtype, self._is_castable)
@@ -300,19 +285,19 @@ def _rules_of_mixed_inputs() -> dict[str, _Rule]:
     # Called by torch's transformers in evaluation.
     kernels = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
     rules = _rules_of_composites() | dict.fromkeys(kernels, _Rule("half"))
-    for group in GROUPS:
+    for group in tables.GROUPS:
         rule = _Rule("half" if group.op_class in ("half", "norm") else "promote")
-        rules |= {each.__name__: rule for op in group.ops for each in callables_of(op)}
+        rules |= {each.__name__: rule for op in group.ops for each in tables.callables_of(op)}
     return rules
 
 
 def _rules_of_composites() -> dict[str, _Rule]:
-    rule = _Rule("open", opened=opened_composites())
+    rule = _Rule("open", opened=tables.opened_composites())
     # Dynamo traces `unflatten` as a method, but not as a function, because of its `super()`.
-    methods = {"unflatten": _Rule("method")} | dict.fromkeys(WRITES, _Rule("write", kept=1))
+    methods = {"unflatten": _Rule("method")} | dict.fromkeys(tables.WRITES, _Rule("write", kept=1))
     # Kernels with fp32 statistics accept half inputs, but no half weights.
-    methods |= dict.fromkeys(INPUT_ONLY, _Rule("fp32", kept=3))
-    return methods | {original.__name__: rule for original in opened_composites()}
+    methods |= dict.fromkeys(tables.INPUT_ONLY, _Rule("fp32", kept=3))
+    return methods | {original.__name__: rule for original in tables.opened_composites()}
 
 
 _NORMS = {nn.LayerNorm: "layer_norm", nn.GroupNorm: "group_norm", nn.RMSNorm: "rms_norm"}
@@ -345,9 +330,7 @@ def _is_explicit(rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return is_inplace or has_dtype or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 
-def _call_without_autocast(
-    device_type: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _call_without_autocast(device_type: str, func: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():  # Dynamo supports only the context manager
         with torch.autocast(device_type, enabled=False):
             return func(*args, **kwargs)
@@ -366,20 +349,20 @@ def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
     stored_as_input = policy.norm_output == "input"
     actions: dict[str, OpClass] = dict.fromkeys(policy.fp32_ops, "fp32")
     actions |= dict.fromkeys(policy.half_ops, "half")
-    for op, op_class in CLASS_OF.items():
+    for op, op_class in tables.CLASS_OF.items():
         # Without rules, no mode is needed.
-        is_ours = op in BEYOND_AUTOCAST or (op_class == "norm" and stored_as_input)
-        if stored_as_input if is_ours else not autocast_agrees(device_type, op):
+        is_ours = op in tables.BEYOND_AUTOCAST or (op_class == "norm" and stored_as_input)
+        if stored_as_input if is_ours else not tables.autocast_agrees(device_type, op):
             actions.setdefault(op, op_class)
     if not actions:
         return {}
     rules = _rules_of_composites()
-    agreed: dict[str, OpClass] = dict.fromkeys(CLASS_OF, "given")
+    agreed: dict[str, OpClass] = dict.fromkeys(tables.CLASS_OF, "given")
     for op, op_class in (agreed | actions).items():
         action = "fp32" if op_class == "norm" and not stored_as_input else op_class
-        functions = callables_of(op)
+        functions = tables.callables_of(op)
         inplace_at = max(map(_inplace_at, functions), default=-1)
-        rule = _Rule(action, inplace_at, op in INPUT_ONLY)
+        rule = _Rule(action, inplace_at, op in tables.INPUT_ONLY)
         rules.update({function.__name__: rule for function in functions})
     return rules
 

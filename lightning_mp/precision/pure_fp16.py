@@ -21,7 +21,7 @@ from lightning_mp.precision._choice.module_selection import select_modules
 from lightning_mp.precision._scaling.scaled_precision import Closure, ScaledPrecision
 from lightning_mp.precision._weights.half_module import (
     cast_at_borders,
-    cast_floats,
+    cast_castable,
     is_compiled,
     outermost,
 )
@@ -152,13 +152,11 @@ class PureFP16(ScaledPrecision):
         )
 
     @override
-    def connect(
-        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+    def connect(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # DDP broadcasts only weights; the residuals must match the weights of rank 0.
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._weights.broadcast()
-        return super().connect(model, optimizers, lr_schedulers)
+        return super().connect(model, *args, **kwargs)
 
     @override
     def _take_optimizer(self, optimizer: Optimizer) -> None:
@@ -197,7 +195,7 @@ class PureFP16(ScaledPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        return cast_floats(data, self.half_dtype)
+        return cast_castable(data, self.half_dtype)
 
     @override
     @contextlib.contextmanager
@@ -219,12 +217,10 @@ class PureFP16(ScaledPrecision):
             self._weights.narrow_gradients()
 
     @override
-    def _take_new(self) -> None:
-        model = self._ledger.root
-        if model is not None:
-            self._keep_fp32(model, strict=False)
-            self._weights.convert(model, self._kept)
-            self._is_compiled = any(is_compiled(each) for each in model.modules())
+    def _take_new(self, root: nn.Module) -> None:
+        self._keep_fp32(root, strict=False)
+        self._weights.convert(root, self._kept)
+        self._is_compiled = any(is_compiled(each) for each in root.modules())
 
     @override
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from tests.averages import weight_averaging
 from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of, perceptron
+from tests.precision.working_models import bytes_held
 
 PLUGINS: dict[str, Callable[[], BalancedAMP]] = {
     "fp16": lambda: BalancedAMP(loss_scale=2.0**10),
@@ -224,7 +225,7 @@ def test_bytes_per_parameter_equal_the_docstring(make_plugin: Any, kind: str) ->
             own = list(self.parameters())
             states = [v for s in optimizer.state.values() for v in s.values() if v.numel() > 1]
             tensors = [*own, *(p.grad for p in own if p.grad is not None), *states]
-            total = sum(t.nbytes for t in tensors) + plugin._working.bytes_held()
+            total = sum(t.nbytes for t in tensors) + bytes_held(plugin._working)
             counted.append(total / sum(p.numel() for p in own))
 
     fit(Counts(lambda: nn.Linear(8, 1, bias=False), layers[kind]), make_plugin(), loader(1))

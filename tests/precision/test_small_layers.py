@@ -10,7 +10,7 @@ from torch.optim import SGD
 from lightning_mp import BalancedAMP
 from lightning_mp.precision._weights import working_copies
 from tests.precision.models import Regression, Transformer, fit, parameters_of, sequences
-from tests.precision.working_models import HALVES, Seen, run
+from tests.precision.working_models import HALVES, Seen, bytes_held, run
 
 # The value of `working_copies._SMALL`, which `conftest.py` sets to 0.
 SMALL = 2**16
@@ -23,7 +23,7 @@ def trained(half: Any, small: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Ten
     class Counts(Regression):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            held.append(plugin._working.bytes_held())
+            held.append(bytes_held(plugin._working))
             return loss
 
     plugin = BalancedAMP(half=half)
@@ -65,4 +65,4 @@ def test_large_layers_and_layers_that_autocast_does_not_cast_have_copies(
         run(module, x.long() if name == "embedding" else x)
         has_copies = name not in ("at the limit", "convolution")
         held += has_copies * 2 * sum(p.numel() for p in module.parameters())
-        assert copies.bytes_held() == held, name
+        assert bytes_held(copies) == held, name

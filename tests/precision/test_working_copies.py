@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from tests.precision.working_models import HALVES, Seen, X, assert_close, gradients, network, run
+from tests.precision.working_models import (
+    HALVES,
+    Seen,
+    X,
+    assert_close,
+    bytes_held,
+    gradients,
+    network,
+    run,
+)
 
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 
@@ -38,7 +47,7 @@ def test_weights_are_fp32_without_autocast(attached: Any) -> None:
     copies = attached(layer)
     layer(X)
     assert layer.seen == torch.float32
-    assert copies.bytes_held() == 0
+    assert bytes_held(copies) == 0
     run(layer, X)
     assert layer.seen == torch.float16
     with torch.autocast("cpu", torch.float16), torch.autocast("cpu", enabled=False):
@@ -62,7 +71,7 @@ def test_release_restores_forward_and_frees_copies(attached: Any) -> None:
     run(module, X)
     working.release()
     assert all("forward" not in each.__dict__ for each in module.modules())
-    assert working.bytes_held() == 0
+    assert bytes_held(working) == 0
 
 
 def test_exception_in_a_forward_restores_the_weights(attached: Any) -> None:
@@ -154,7 +163,7 @@ def test_frozen_weights_have_a_half_copy_and_no_autograd_node(attached: Any) -> 
     working = attached(layer)
     x = X.clone().requires_grad_()
     output = run(layer, x)
-    assert working.bytes_held() == 2 * sum(p.numel() for p in layer.parameters())
+    assert bytes_held(working) == 2 * sum(p.numel() for p in layer.parameters())
     output.float().sum().backward()
     assert x.grad is not None
     assert layer.weight.grad is None
@@ -317,18 +326,18 @@ def test_deep_copy_has_its_own_copies_and_frees_them(attached: Any) -> None:
     layer = Seen(6, 2)
     working = attached(layer)
     run(layer, X)
-    held = working.bytes_held()
+    held = bytes_held(working)
     teacher = copy.deepcopy(layer)
     with torch.no_grad():
         teacher.weight.zero_()
         teacher.bias.fill_(2.0)
     assert (run(teacher, X) == 2).all()
     assert teacher.seen == torch.float16
-    assert working.bytes_held() == 2 * held
+    assert bytes_held(working) == 2 * held
     assert not (run(layer, X) == 2).all()
     del teacher
     gc.collect()
-    assert working.bytes_held() == held
+    assert bytes_held(working) == held
 
 
 def test_pickled_module_is_a_plain_module(attached: Any) -> None:

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_mp.precision.op_policy import OpPolicy
-from tests.precision.working_models import HALVES, Seen, X, assert_close, gradients, network, run
+from tests.precision.working_models import (
+    HALVES,
+    Seen,
+    X,
+    assert_close,
+    bytes_held,
+    gradients,
+    network,
+    run,
+)
 
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 
@@ -51,7 +60,7 @@ def test_recurrent_layers_compute_with_their_own_weights(attached: Any) -> None:
     working = attached(module)
     assert module._flat_weights[0] is module.weight_ih_l0
     torch.testing.assert_close(module(X[None])[0], expected)
-    assert working.bytes_held() == 0
+    assert bytes_held(working) == 0
 
 
 def test_lazy_script_and_parametrized_modules_train(attached: Any) -> None:

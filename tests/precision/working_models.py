@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.precision._weights.working_copies import WorkingCopies
 from lightning_mp.precision.op_policy import OpPolicy
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -45,3 +46,8 @@ def network() -> nn.Module:
 
 
 X = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
+
+
+def bytes_held(working: WorkingCopies) -> int:
+    """Return the size of all half copies in bytes."""
+    return sum(entry.beside.nbytes for _, entry in working._ledger if entry.beside is not None)

@@ -53,7 +53,7 @@ _SCATTERING = (
     "scatter_reduce",
 )
 # and weights that have no half kernels are fp32.
-_WITHOUT_HALF_KERNELS = (
+_WITHOUT_HALF = (
     "complex", "fft_fft", "fft_fft2", "fft_fftn", "fft_hfft", "fft_ifft", "fft_ifft2", "fft_ifftn",
     "fft_ihfft", "fft_irfft", "fft_irfft2", "fft_irfftn", "fft_rfft", "fft_rfft2", "fft_rfftn",
     "linalg_cholesky", "linalg_cond", "linalg_det", "linalg_eig", "linalg_eigh", "linalg_eigvals",
@@ -62,7 +62,7 @@ _WITHOUT_HALF_KERNELS = (
     "linalg_slogdet", "linalg_solve", "linalg_solve_triangular", "linalg_svd", "linalg_svdvals",
     "logdet", "nanquantile", "polar", "quantile", "stft", "view_as_complex",
 )
-BEYOND_AUTOCAST: tuple[str, ...] = (*_SCATTERING, *_WITHOUT_HALF_KERNELS)
+BEYOND_AUTOCAST: tuple[str, ...] = (*_SCATTERING, *_WITHOUT_HALF)
 
 GROUPS: tuple[OpGroup, ...] = (
     OpGroup("half", "matrix products", "tensor cores multiply in half and add in fp32", (
@@ -92,10 +92,7 @@ GROUPS: tuple[OpGroup, ...] = (
     OpGroup("fp32", "distances", "differences of near values, squared and summed", (
         "cdist", "cosine_similarity", "dist", "pairwise_distance", "pdist",
     )),
-    OpGroup(
-        "fp32", "linear algebra, Fourier transforms", "CUDA has no half kernels, at least in bf16",
-        _WITHOUT_HALF_KERNELS,
-    ),
+    OpGroup("fp32", "linear algebra, Fourier transforms", "CUDA lacks half kernels", _WITHOUT_HALF),
     OpGroup("fp32", "losses", "everything after depends on them", (
         "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
         "cross_entropy", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss",
@@ -116,10 +113,7 @@ GROUPS: tuple[OpGroup, ...] = (
         "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
         "inner", "scatter_add", "tensordot", "vdot",
     )),
-    OpGroup(
-        "promote", "scattering", "a half stream meets fp32 outputs of hand-written norms",
-        _SCATTERING,
-    ),
+    OpGroup("promote", "scattering", "a half stream meets fp32 outputs of own norms", _SCATTERING),
 )
 
 # Functions of torch.nn.functional that call other ops from Python; the policy applies to each op.

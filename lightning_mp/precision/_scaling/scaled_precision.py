@@ -126,7 +126,7 @@ class ScaledPrecision(Precision, ForLightning):
         """Check and prepare an optimizer before its first step."""
         runs_closures = self.scaler is None and self._steps_in_place
         check_optimizer(self, optimizer, runs_closures=runs_closures)
-        self._ledger.guard_epsilon(optimizer, self.adam_epsilon, self._half_weights, self._undo)
+        self._ledger.guard_epsilon(self, optimizer, self._undo)
 
     def _follow_strategy(self) -> None:
         """Prepare optimizers and schedules that have replaced others, as by `setup_optimizers`."""
@@ -172,11 +172,11 @@ class ScaledPrecision(Precision, ForLightning):
 
     def _prepare(self) -> None:
         """Update the state for all writes to weights since the last step."""
-        if self._ledger.look_for_replaced():
+        if (changed := self._ledger.look_for_replaced()) is not None:
             self._parameters = None
-            self._take_new()
+            self._take_new(changed)
 
-    def _take_new(self) -> None:
+    def _take_new(self, root: nn.Module) -> None:
         """Prepare modules and parameters that were added since."""
 
     def _compute_context(self) -> contextlib.AbstractContextManager[None]:

@@ -67,5 +67,5 @@ def stop_rate_finder(model: Any) -> bool:
     return _finds_rate(model.trainer)
 
 
-def _finds_rate(trainer: "pl.Trainer") -> bool:
+def _finds_rate(trainer: Any) -> bool:
     return any(isinstance(each, _LRCallback) for each in trainer.callbacks)

@@ -16,7 +16,6 @@ from lightning_mp._nested import map_tensors, tensors_in
 __all__ = [
     "cast_at_borders",
     "cast_castable",
-    "cast_floats",
     "compute_in_fp32",
     "dtypes_of",
     "is_border_cast",
@@ -24,11 +23,6 @@ __all__ = [
     "outermost",
     "replace_forward",
 ]
-
-
-def cast_floats(data: Any, dtype: torch.dtype) -> Any:
-    """Cast all floating-point tensors in a nested collection."""
-    return map_tensors(data, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) -> None:
@@ -82,7 +76,7 @@ def _in_fp32(original: Callable[..., Any] | None) -> Callable[..., Any]:
         own = itertools.chain(module.parameters(), module.buffers(), tensors_in((args, kwargs)))
         first = next(own, None)
         with torch.autocast("cpu" if first is None else first.device.type, enabled=False):
-            args, kwargs = cast_floats((args, kwargs), torch.float32)
+            args, kwargs = cast_castable((args, kwargs), torch.float32)
             if original is not None:
                 return original(*args, **kwargs)
             # Not a bound method, which would use the weights of the original in a copy.
@@ -109,10 +103,10 @@ def cast_at_borders(
     """Cast inputs of modules to dtype `inside` and outputs to dtype `outside`, until `undo`."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_floats(args, inside), cast_floats(kwargs, inside)
+        return cast_castable(args, inside), cast_castable(kwargs, inside)
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
-        return cast_floats(output, outside)
+        return cast_castable(output, outside)
 
     for module in modules:
         undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
@@ -124,7 +118,9 @@ def is_border_cast(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__qualname__", "").startswith(f"{cast_at_borders.__name__}.")
 
 
-def cast_castable(value: Any, dtype: torch.dtype, is_castable: Callable[[Tensor], bool]) -> Any:
+def cast_castable(
+    value: Any, dtype: torch.dtype, is_castable: Callable[[Tensor], bool] = torch.is_floating_point
+) -> Any:
     """Cast the tensors for which `is_castable` is true."""
     return map_tensors(
         value, lambda x: x.to(dtype) if x.dtype is not dtype and is_castable(x) else x

@@ -10,7 +10,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -22,10 +22,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 
 from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
@@ -128,8 +125,8 @@ class Ledger:
             self.is_changed = True
 
         for handle in (
-            register_optimizer_step_pre_hook(before),
-            register_optimizer_step_post_hook(after),
+            torch_optimizer.register_optimizer_step_pre_hook(before),
+            torch_optimizer.register_optimizer_step_post_hook(after),
             # These are called for all modules, and only trigger `look_for_replaced`.
             torch_module.register_module_parameter_registration_hook(changed),
             torch_module.register_module_module_registration_hook(changed),
@@ -155,16 +152,11 @@ class Ledger:
         known, self.optimizers = self.optimizers, list(optimizers)
         return [each for each in optimizers if each not in known]
 
-    def guard_epsilon(
-        self,
-        optimizer: Optimizer,
-        epsilon: float | Literal["auto", "keep"],
-        ignore: Container[Tensor],
-        undo: contextlib.ExitStack,
-    ) -> None:
+    def guard_epsilon(self, plugin: Any, optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
         """Check or replace the epsilon of an optimizer, see `guard_adam_epsilon`."""
+        options = {"ignore": plugin._half_weights, "name_of": self.name_of}
         try:
-            handles = guard_adam_epsilon(optimizer, epsilon, ignore=ignore, name_of=self.name_of)
+            handles = guard_adam_epsilon(optimizer, plugin.adam_epsilon, **options)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
         for handle in handles:
@@ -184,15 +176,15 @@ class Ledger:
         modules = [] if self.root is None else self.root.named_modules()
         return [name for name, each in modules if each is module]
 
-    def look_for_replaced(self) -> bool:
-        """Return whether the model may have new parameters since the last call.
+    def look_for_replaced(self) -> nn.Module | None:
+        """Return the model if it may have new parameters since the last call.
 
         Raises:
             RuntimeError: An optimizer steps a parameter that was replaced in the model.
         """
         is_changed, self.is_changed = self.is_changed, False
         if not is_changed or self.root is None:
-            return False
+            return None
         stepped = {id(p): each for each in self.optimizers for p in parameters_of(each)}
         now = _names_of(self.root)
         gone = {name: key for key, name in self._names.items() if key not in now}
@@ -207,7 +199,7 @@ class Ledger:
                     "`optimizer.param_groups`, too."
                 )
         self._names = now
-        return True
+        return self.root
 
 
 def _names_of(root: nn.Module) -> dict[int, str]:
@@ -254,14 +246,12 @@ class ModuleUsers:
             for module in modules:
                 self._users.setdefault(module, []).append((thread, module in swapping))
 
-    def leave(self, modules: Sequence[nn.Module]) -> None:
-        """Record that this thread leaves the modules that it entered last."""
-        thread = threading.get_ident()
+    def leave(self, modules: Sequence[nn.Module], swapping: Container[nn.Module]) -> None:
+        """Record that this thread leaves modules."""
         with self._lock:
             for module in modules:
-                users = self._users[module]
-                del users[max(i for i, (other, _) in enumerate(users) if other == thread)]
-                if not users:  # otherwise copies of the model would never be freed
+                self._users[module].remove((threading.get_ident(), module in swapping))
+                if not self._users[module]:  # otherwise copies of the model would never be freed
                     del self._users[module]
 
 

@@ -141,10 +141,6 @@ class WorkingCopies:
         self._ledger.entries.clear()
         self._kept, self._writing = set(), set()
 
-    def bytes_held(self) -> int:
-        """Return the size of all copies in bytes."""
-        return sum(entry.beside.nbytes for _, entry in self._ledger if entry.beside is not None)
-
     def _is_left_alone(self, module: nn.Module) -> bool:
         own = [p for p in module._parameters.values() if p is not None]
         is_small = type(module) in _CAST_BY_AUTOCAST and all(p.numel() <= _SMALL for p in own)
@@ -168,18 +164,14 @@ class WorkingCopies:
 
     # --- while a module computes -----------------------------------------------------------------
 
-    def _own(
-        self, module: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _own(self, module: nn.Module, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         swapped = self._swap([module])  # a context manager would be slower, for every layer
         try:
             return call(*args, **kwargs)
         finally:
             self._put_back([module], swapped)
 
-    def _whole(
-        self, module: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _whole(self, module: nn.Module, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run compiled code with the copies of all submodules, whose forwards are compiled in."""
         if torch.compiler.is_compiling():  # inside a larger region, which is swapped as a whole
             return call(*args, **kwargs)
@@ -244,7 +236,7 @@ class WorkingCopies:
         for module, name, parameter, _, stand_in, _ in swapped:
             if module._parameters.get(name) is stand_in:
                 module._parameters[name] = parameter
-        self._users.leave(modules)
+        self._users.leave(modules, {each.module for each in swapped})
         with torch._C.DisableTorchFunction():
             for each in swapped if self._is_training_thread() else ():
                 if each.module._parameters.get(each.name) is each.parameter:
