@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
-from lightning_mp.strategies._inf_cl.averaging import GradientAverage, sparse_weights
+from lightning_mp.strategies._inf_cl.averaging import sparse_weights
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
 
 __all__ = ["InfCLStrategy"]
@@ -81,7 +81,6 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         # DDPStrategy's own redirection would prepare DDP's reducer before towers are replayed.
         self._forward_redirection = _NoSyncForwardRedirection()
-        self._average = GradientAverage()
         super().setup(trainer)
 
     @override

@@ -14,11 +14,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
-from lightning_mp.gradient_cache._served.sharding import unsharded_parameters
+from lightning_mp.gradient_cache._served.sharding import set_reduction, unsharded_parameters
 from lightning_mp.gradient_cache._served.towers import sharded_modules
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
-from lightning_mp.strategies._inf_cl.averaging import GradientAverage
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
 
 __all__ = ["InfCLModelParallelStrategy"]
@@ -88,7 +87,6 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         # Including frozen parameters, which a callback may unfreeze later.
         unsharded = {id(parameter) for parameter in unsharded_parameters(module)}
         self._unsharded = {name: p for name, p in module.named_parameters() if id(p) in unsharded}
-        self._average = GradientAverage()
         for parameter in self._unsharded.values():
             dist.broadcast(parameter.detach(), 0)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -117,14 +115,12 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         modules = sharded_modules(self.lightning_module)
         self._reduces = False
         self._cache.unreduced.update(dict.fromkeys(modules))
-        for submodule in modules:
-            submodule.set_requires_gradient_sync(False, recurse=False)
+        set_reduction(modules, False)
         try:
             yield
         finally:
             self._reduces = True
-            for submodule in modules:
-                submodule.set_requires_gradient_sync(True, recurse=False)
+            set_reduction(modules, True)
 
     @override
     def _check_strategy_arguments(self, arguments: dict[str, Any]) -> None:

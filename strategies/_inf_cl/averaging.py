@@ -43,16 +43,8 @@ class GradientAverage:
         """Average the gradients of the parameters that require grad.
 
         A rank without a gradient contributes zeros, and gets the average if any rank has one.
-
-        Args:
-            parameters: Parameters by name, in the same order on all ranks.
-            group: Process group; `None`: all ranks.
-            hook: DDP's communication hook and its state; the hook replaces the all-reduce.
-            bucket_bytes: Largest size of a bucket with more than one parameter, in bytes.
-            sparse: Identities of parameters with sparse gradients, which are reduced one by one.
-
-        Raises:
-            RuntimeError: Some ranks train a parameter and others do not.
+        DDP's communication `hook`, with its state, replaces the all-reduce. The `sparse` gradients,
+        by the identities of their parameters, are reduced one by one.
         """
         if not parameters:
             return

@@ -25,6 +25,7 @@ from lightning_mp.contrastive._exchange.exchange import CollectiveError
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.gradient_cache.gradient_cache import CHECKS, GradientCache
+from lightning_mp.strategies._inf_cl.averaging import GradientAverage
 from lightning_mp.strategies._inf_cl.joining import field_roles, local_ids
 from lightning_mp.strategies._inf_cl.loader_batches import GatheredLoader, drop_states
 from lightning_mp.strategies._inf_cl.loader_order import sampler_of, starts_again
@@ -108,6 +109,7 @@ class ServesTowers(ForLightning, _Strategy):
         super().setup(trainer)
         if fitting:
             _warn_about_mixed_rows(self._find_towers())  # again: set-up may replace modules
+            self._average = GradientAverage()
             context = self.precision_plugin.train_step_context
             self._cache = self._make_cache(device=self.root_device, context=context)
             self._cache.declared.owner, self._cache.declared.agree = self, self._on_any_rank

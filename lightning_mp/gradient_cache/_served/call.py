@@ -93,9 +93,8 @@ class TowerCall:
         self._first_runs: list[_FirstRun] = []
         self._versions: dict[int, int] = {}
         self._bytes: list[int] = []
-        self._unsharded = None
-        if tower.sharded:
-            self._unsharded = {id(p) for p in unsharded_parameters(tower.module)}
+        unsharded = unsharded_parameters(tower.module) if tower.sharded else []
+        self._unsharded = {id(p) for p in unsharded} if tower.sharded else None
         self.trained = TrainedLeaves(tower.name, tower.module, self._unsharded)
         if tower.sharded and self.inputs:
             raise RuntimeError(

@@ -58,14 +58,12 @@ class MicroBatches:
             for leaf, role in zip(leaves, roles, strict=True)
         ]
         self._versions = self._count_writes()
+        tensors = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        split = {i: self._leaves[i].device.type for i in tensors if roles[i].has_rows}
         # The function writes to the caller's memory only if nothing is copied to another device.
-        self._maybe_written = {
-            index
-            for index, leaf in enumerate(self._leaves)
-            if roles[index].has_rows
-            and isinstance(leaf, Tensor)
-            and (device is None or device.type == leaf.device.type)
-        }
+        self._maybe_written = {i for i in split if device is None or device.type == split[i]}
+        is_cuda = device is not None and device.type == "cuda"
+        self._prefetched_leaves = {i for i in split if is_cuda and split[i] == "cpu"}
         # Clones of rows from before a write, by leaf and first row.
         self._unwritten: dict[tuple[int, int], Tensor] = {}
         self._row_lengths = _row_lengths(self._leaves, roles, batch_size)
@@ -81,7 +79,7 @@ class MicroBatches:
         self._slices = [slice(start, stop) for start, stop in pairwise(bounds)]
 
     def __iter__(self) -> Iterator[tuple[slice, list[Any]]]:
-        if self._is_prefetching():
+        if self._prefetched_leaves:
             return self._prefetched()
         leaves = range(len(self._leaves))
         return ((rows, [self._micro_batch_leaf(i, rows) for i in leaves]) for rows in self._slices)
@@ -116,7 +114,7 @@ class MicroBatches:
     def samples(self, rows: int) -> list[list[Any]]:
         """Return copies of the first rows, as many as the device holds during an iteration."""
         # Copies, because a function may write to its rows and a probe must not change the batch.
-        count = max(self._prefetch + 1, 2) if self._is_prefetching() else 1
+        count = max(self._prefetch + 1, 2) if self._prefetched_leaves else 1
         # At full length, because later rows may be longer.
         return [
             [
@@ -153,16 +151,6 @@ class MicroBatches:
             leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
             for leaf in self._leaves
         ]
-
-    def _is_prefetching(self) -> bool:
-        is_cuda = self._device is not None and self._device.type == "cuda"
-        return is_cuda and any(self._is_on_host(index) for index in range(len(self._leaves)))
-
-    def _is_on_host(self, index: int) -> bool:
-        leaf = self._leaves[index]
-        return (
-            self._roles[index].has_rows and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
-        )
 
     def lengths(self, rows: slice) -> dict[int, int]:
         """Map the length that a micro-batch is cut to, to the padded length of the batch."""
@@ -211,11 +199,8 @@ class MicroBatches:
                 copying.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(copying):
                 for following in self._slices[started : last + 1]:
-                    parts = {
-                        i: self._copy(self._rows(i, following))
-                        for i in range(len(self._leaves))
-                        if self._is_on_host(i)
-                    }
+                    leaves = self._prefetched_leaves
+                    parts = {i: self._copy(self._rows(i, following)) for i in leaves}
                     # One event each, because waiting for the stream would include later copies.
                     copied.append((parts, copying.record_event()))
             started = last + 1
