@@ -200,7 +200,7 @@ class GradientCache:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict`; it only has an effect with `micro_batch_size="auto"`."""
-        self.micro_batch_sizes = dict(state["micro_batch_sizes"])
+        self.micro_batch_sizes = dict(state.get("micro_batch_sizes", {}))
 
     def finish(self, *, reduce: bool = True) -> None:
         """Replay the calls of sharded towers, which the backward of the loss cannot replay.

@@ -202,12 +202,9 @@ class _Field:
 
     def __init__(self, path: str, role: Role, count: int, pin: bool) -> None:
         self.path, self.role, self._count, self._pin = path, role, count, pin
-        self.filled = 0
-        """Number of rows so far."""
-        self.first: Any = None
-        """Value of the first loader batch, for a field that is whole."""
-        self.different: Any = None
-        """A different value of another loader batch."""
+        self.filled = 0  # rows so far
+        self.first: Any = None  # value of the first loader batch, for a field that is whole
+        self.different: Any = None  # a different value of another loader batch
         self._memory: Tensor | None = None
         self._lists: list[Any] = []
 

@@ -1,7 +1,7 @@
 """Gradient caching in a strategy, shared by `InfCLStrategy` and `InfCLModelParallelStrategy`."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -38,8 +38,6 @@ if TYPE_CHECKING:  # the class it is mixed into
         lightning_module: pl.LightningModule  # type: ignore[assignment]  # set by the Trainer
 else:
     _Strategy = object
-
-_CHECKPOINT_KEY = "micro_batch_sizes"
 
 
 @explains_arguments(
@@ -89,7 +87,6 @@ class ServesTowers(ForLightning, _Strategy):
         )
         self._declared = DeclaredRoles(roles)
         self._cache = self._make_cache()
-        self._micro_batch_sizes: dict[str, int] = {}
         self._ids_are_checked = False  # whether the `ids` of the first step were checked
 
     __init__.__doc__ = GradientCache.__doc__  # explains the arguments of the cache, for `--help`
@@ -111,10 +108,10 @@ class ServesTowers(ForLightning, _Strategy):
             _warn_about_mixed_rows(self._find_towers())  # again: set-up may replace modules
             self._average = GradientAverage()
             context = self.precision_plugin.train_step_context
+            state = self._cache.state_dict()  # a checkpoint may have been loaded before
             self._cache = self._make_cache(device=self.root_device, context=context)
             self._cache.declared.owner, self._cache.declared.agree = self, self._on_any_rank
-            # A checkpoint may have been loaded before.
-            self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
+            self._cache.load_state_dict(state)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -122,6 +119,7 @@ class ServesTowers(ForLightning, _Strategy):
         batch = args[0] if args else next(iter(kwargs.values()), None)
         if self.world_size > 1 and not self._ids_are_checked:
             self._check_local_ids(batch)
+        known = dict(self._cache.micro_batch_sizes)
         with self._cache.serving(self.lightning_module, self.towers, batch):
             try:
                 output = super().training_step(*args, **kwargs)
@@ -130,8 +128,8 @@ class ServesTowers(ForLightning, _Strategy):
                 error.args = (f"{error} The run was at step {step}.",)
                 raise
         # "auto" chooses the size in the first call of a tower, so this logs once.
-        if self._micro_batch_sizes != self._cache.micro_batch_sizes:
-            self._log_micro_batch_sizes(self._cache.micro_batch_sizes)
+        if self._cache.micro_batch_sizes != known:
+            self._log_new_sizes(known)
         return output
 
     @override
@@ -171,16 +169,15 @@ class ServesTowers(ForLightning, _Strategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if self._micro_batch_sizes:
+        if self._cache.micro_batch_sizes:
             # A resumed run needs the same micro-batches to draw the same dropout masks.
-            checkpoint[_CHECKPOINT_KEY] = dict(self._micro_batch_sizes)
+            checkpoint |= self._cache.state_dict()
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        self._micro_batch_sizes = dict(checkpoint.get(_CHECKPOINT_KEY, {}))
-        self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
+        self._cache.load_state_dict(checkpoint)
         return checkpoint
 
     @override
@@ -263,10 +260,10 @@ class ServesTowers(ForLightning, _Strategy):
     def _check_strategy_arguments(self, arguments: dict[str, Any]) -> None:
         """Raise for arguments of the base strategy that this strategy does not support."""
 
-    def _log_micro_batch_sizes(self, sizes: dict[str, int]) -> None:
-        """Store and log the sizes that `micro_batch_size="auto"` chose."""
-        new = {name: rows for name, rows in sizes.items() if name not in self._micro_batch_sizes}
-        self._micro_batch_sizes = dict(sizes)
+    def _log_new_sizes(self, known: Collection[str]) -> None:
+        """Log the sizes that `micro_batch_size="auto"` chose in this step."""
+        sizes = self._cache.micro_batch_sizes
+        new = {name: rows for name, rows in sizes.items() if name not in known}
         found = ", ".join(f"{rows} rows for `{name}`" for name, rows in new.items())
         rank_zero_info(f"{type(self).__name__}(micro_batch_size='auto') chose {found}.")
         trainer = self.lightning_module.trainer

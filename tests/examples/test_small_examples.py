@@ -87,7 +87,7 @@ def test_text_to_text_finds_names_of_characters_it_never_saw(
     chance = 1 / len(cli.datamodule.unseen)
     assert chance < 0.01
     assert cli.trainer.callback_metrics["recall@1"] > 5 * chance
-    assert cli.trainer.strategy._micro_batch_sizes["tower"] <= 256
+    assert cli.trainer.strategy._cache.micro_batch_sizes["tower"] <= 256
 
 
 @pytest.mark.sweep

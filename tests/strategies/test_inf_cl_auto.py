@@ -28,7 +28,7 @@ def test_auto_sizes_are_logged_stored_in_checkpoints_and_resumed(
 ) -> None:
     logger = CSVLogger(tmp_path, name="", version="")
     model, strategy, trainer = _fit(epochs=1, logger=logger)
-    sizes = strategy._micro_batch_sizes
+    sizes = strategy._cache.micro_batch_sizes
     assert set(sizes) == {"visual", "text"}
     assert 2 <= sizes["visual"] < BATCH
     found = ", ".join(f"{sizes[name]} rows for `{name}`" for name in ("visual", "text"))
@@ -41,13 +41,13 @@ def test_auto_sizes_are_logged_stored_in_checkpoints_and_resumed(
     # Also with more memory, because dropout masks depend on the micro-batch size.
     start = parameters_of(model)
     resumed, other, _ = _fit(2, 2**30, path)
-    assert other._micro_batch_sizes == sizes
+    assert other._cache.micro_batch_sizes == sizes
     assert relative_error(parameters_of(resumed), start) > 1e-3
 
 
 def test_auto_size_trains_like_an_explicit_size() -> None:
     model, strategy, _ = _fit(epochs=1)
-    rows = set(strategy._micro_batch_sizes.values())
+    rows = set(strategy._cache.micro_batch_sizes.values())
     assert len(rows) == 1  # the towers are equal
     torch.manual_seed(5)
     given = TinyCLIP(dropout=0.3)

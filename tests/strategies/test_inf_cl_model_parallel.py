@@ -164,7 +164,7 @@ def _train(rank: int, names: list[str]) -> dict[str, dict[str, Any]]:
             "end": model.end,
             "losses": model.losses,
             "counts": model.counts,
-            "sizes": strategy._micro_batch_sizes,
+            "sizes": strategy._cache.micro_batch_sizes,
         }
     return results
 

@@ -85,7 +85,7 @@ def _resume(rank: int, folder: str, distributed: bool) -> tuple[Any, ...]:
     trainer = fit(rank, first, strategy=strategy)
     trainer.save_checkpoint(f"{folder}/checkpoint")
     other = fit(rank, rest, strategy=strategy, max_epochs=2, path=f"{folder}/checkpoint").strategy
-    sizes = trainer.strategy._micro_batch_sizes, other._micro_batch_sizes
+    sizes = trainer.strategy._cache.micro_batch_sizes, other._cache.micro_batch_sizes
     return whole.end, first.end, rest.end, sizes
 
 

@@ -10,8 +10,7 @@ probes it is at most their chord.
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,15 +71,17 @@ def find_micro_batch_size(
 
 def _by_doubling(call: "TowerCall", trained: Iterable[Tensor]) -> int:
     rows = fitting = _first_rows(call)
-    if not _fits_in_memory(call, rows):
+    if _in_memory(call.probe, rows) is None:
         return 0
     # The reserve may be an overestimate, so the first probe runs without it.
-    with _hold_memory(_other_step_bytes(call, trained), call.device) as is_held:
-        while is_held and _fits_in_memory(call, rows):
-            fitting = rows
-            if rows == call.batch_size:
-                break
-            rows = min(2 * rows, call.batch_size)
+    size = _other_step_bytes(call, trained)
+    reserve = _in_memory(torch.empty, size, dtype=torch.uint8, device=call.device)
+    while reserve is not None and _in_memory(call.probe, rows) is not None:
+        fitting = rows
+        if rows == call.batch_size:
+            break
+        rows = min(2 * rows, call.batch_size)
+    del reserve
     torch.accelerator.empty_cache()  # the step needs blocks of other sizes
     return fitting
 
@@ -115,32 +116,16 @@ def _first_rows(call: "TowerCall") -> int:
     return min(_FIRST_ROWS, call.batch_size)
 
 
-def _fits_in_memory(call: "TowerCall", rows: int) -> bool:
+def _in_memory(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function; return `None` instead of its result if memory runs out."""
     try:
-        call.probe(rows)
-        return True
+        return function(*args, **kwargs)
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
     gc.collect()  # outside of `except`, where the traceback holds the activations
     torch.accelerator.empty_cache()
-    return False
-
-
-@contextmanager
-def _hold_memory(size: int, device: torch.device) -> Iterator[bool]:
-    """Hold `size` bytes of memory; yield whether they were available."""
-    try:
-        placeholder = torch.empty(size, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        if not _is_out_of_memory(error):
-            raise
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        del placeholder
+    return None
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -78,15 +78,13 @@ class TrainedLeaves:
     def __init__(self, tower: str, module: nn.Module | None, unsharded: set[int] | None) -> None:
         self._tower, self._module, self._unsharded = tower, module, unsharded
         self.leaves: dict[int, Tensor] = {}
+        # Called before a backward through the graph of a first run.
         self.refuse: Callable[..., None] | None = None
-        """Called before a backward through the graph of a first run."""
         # Leaves that may belong to the graph of one micro-batch, such as an embedding that
         # `enable_input_require_grads` turns into a leaf.
         self._new: dict[int, weakref.ref[Tensor]] = {}
-        self.freed: set[int] = set()
-        """Identities of leaves that were freed with the graph of their micro-batch."""
-        self.is_reentrant = False
-        self.goes_outside = False
+        self.freed: set[int] = set()  # leaves that were freed with the graph of their micro-batch
+        self.is_reentrant = self.goes_outside = False
         # All nodes created from here on are part of a micro-batch.
         self._first = self._since = sequence_number()
 

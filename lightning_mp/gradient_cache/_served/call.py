@@ -32,26 +32,19 @@ __all__ = ["Replayed", "TowerCall", "rounding_noise"]
 class Replayed(NamedTuple):
     """The results of a replay."""
 
-    gradients: list[Tensor | None]
-    """Gradients of the inputs, then of the trained leaves."""
-    difference: Tensor | None
-    """Relative difference between its outputs and the call's, 0-d; `None` if not compared."""
-    rounding_noise: float
-    """The difference that rounding may cause."""
-    unused: dict[str, int]
-    """Bytes of outputs that got no gradient, by name."""
+    gradients: list[Tensor | None]  # of the inputs, then of the trained leaves
+    difference: Tensor | None  # relative, to the call's outputs, 0-d; `None` if not compared
+    rounding_noise: float  # the difference that rounding may cause
+    unused: dict[str, int]  # bytes of outputs that got no gradient, by name
     used_bytes: int
 
 
 class _FirstRun(NamedTuple):
     """The facts of a micro-batch's first run that its replay needs."""
 
-    rng: RngState
-    """State of the generators before the run."""
-    trained: frozenset[int]
-    """Identities of the leaves that the micro-batch trains."""
-    sketches: list[Sketch]
-    """Sketches of the outputs."""
+    rng: RngState  # before the run
+    trained: frozenset[int]  # identities of the leaves that the micro-batch trains
+    sketches: list[Sketch]  # of the outputs
 
 
 class TowerCall:

@@ -16,9 +16,6 @@ __all__ = ["Tower", "find_tower", "sharded_modules"]
 Handler = Callable[["Tower", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """`handler(tower, original, args, kwargs)` handles a call instead of the tower."""
 
-# Not `None`, which may be the value of the attribute.
-_MISSING = object()
-
 
 @dataclass(eq=False)
 class Tower:
@@ -49,18 +46,16 @@ class Tower:
         # Not `setattr`, which a compiled module forwards to the module inside it.
         attributes = vars(self.module)
         name = "_compiled_call_impl" if self.method is None else self.method
-        before = attributes.get(name, _MISSING)
+        before = {name: attributes[name]} if name in attributes else {}
         called = self.module._call_impl if self.method is None else getattr(self.module, name)
         original = attributes.get(name) or called
         attributes[name] = _Interceptor(self, name, original, handler)
         try:
             yield
         finally:
-            if before is _MISSING:
-                # Removed instead of set to `None`, so that the class attribute is visible again.
-                attributes.pop(name, None)
-            else:
-                attributes[name] = before
+            # Removed instead of set to `None`, so that the class attribute is visible again.
+            attributes.pop(name, None)
+            attributes |= before
 
 
 class _Interceptor:
