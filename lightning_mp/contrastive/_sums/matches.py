@@ -2,10 +2,11 @@
 
 Each is a matrix M of zeros and ones, images by texts, over all ranks. The losses need the products
 `M @ text` and `M.T @ image` only. These are sums over groups, O((b + n) D) in memory and time,
-while M has `b n` elements.
+while M has `b n` elements. `times` returns this rank's rows of `M @ x`, (b, D), or of `M.T @ x`,
+(n, D), for x of all ranks.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +15,6 @@ from lightning_mp.contrastive._exchange.exchange import Exchange
 from lightning_mp.numerics.floats import state_dtype
 
 __all__ = ["Everything", "Groups", "Listed", "Match", "Own", "Unmasked", "add_rows"]
-
-
-class Match(Protocol):
-    """Interface of M: its product."""
-
-    def times(self, x: Tensor, transposed: bool = False) -> Tensor:
-        """Return this rank's rows of `M @ x` (b, D), or of `M.T @ x` (n, D), for x of all ranks."""
-        ...
 
 
 class Own(NamedTuple):
@@ -101,6 +94,9 @@ class Unmasked(NamedTuple):
         every, group, own = (match.times(x, transposed) for match in self)
         # The own text is also in its group, and remains.
         return every - group + own
+
+
+Match = Own | Groups | Listed | Everything | Unmasked
 
 
 def add_rows(total: Tensor, places: Tensor, x_mD: Tensor) -> None:

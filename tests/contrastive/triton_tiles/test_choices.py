@@ -72,6 +72,18 @@ def test_unwritable_folder_disables_storage(tmp_path: Path, folder: Path, monkey
     assert take(1) == CONFIGS[1]
 
 
+def test_user_without_home_directory_stores_no_choice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert [take(1), take(0)] == [CONFIGS[1], CONFIGS[0]]
+
+
 def test_interpreter_stores_no_choice(folder: Path) -> None:
     choices.cached_choice(CONFIGS, "lse", torch.device("cpu"), lambda: CONFIGS[0])
     assert not folder.exists()

@@ -36,7 +36,10 @@ def cached_choice(
     # Choices are valid for these rows of the table and this version of Triton only.
     key = [name, *capability, version("triton"), what, [repr(config) for config in configs]]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
-    path = choice_folder() / f"{digest}.json"
+    try:
+        path = choice_folder() / f"{digest}.json"
+    except RuntimeError:  # a user without a home directory, as in containers
+        return choose()
     found = _stored_choice(path, configs)
     if found is not None:
         return found
