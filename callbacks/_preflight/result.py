@@ -1,6 +1,5 @@
 """The result of a preflight: errors by module, and the settings that fix them."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -76,9 +75,8 @@ class Preflight:
     worst: str  # name of that parameter
     modules: tuple[ModuleError, ...]  # the largest error first
     remedy: Remedy = field(default_factory=Remedy)
-    # The ratio with the remedy, and at other loss scales: the worst of the steps that tried them.
-    mended: float | None = None
-    by_scale: Mapping[float, float] = field(default_factory=dict)
+    mended: float | None = None  # the worst ratio with the remedy
+    tried: Mapping[Remedy, float] = field(default_factory=dict)  # worst ratio with each remedy
     # For each op of the remedy, the modules that call it in half precision.
     callers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Share of half weights that an update of the size of the learning rate leaves unchanged.
@@ -98,23 +96,20 @@ class Preflight:
         return self.mended is not None and self.mended < MATTERS
 
     @property
-    def best_scale(self) -> float | None:
+    def best_scale(self) -> Remedy | None:
         """The loss scale at which every step was clean, if there is one."""
-        scale = min(self.by_scale, key=self.by_scale.__getitem__, default=0.0)
-        return scale if self.by_scale.get(scale, math.inf) < MATTERS else None
+        scales = [remedy for remedy in self.tried if remedy.loss_scale is not None]
+        best = min(scales, key=self.tried.__getitem__, default=None)
+        return best if best is not None and self.tried[best] < MATTERS else None
 
     def merged(self, before: "Preflight") -> "Preflight":
         """Return the worse of two steps, with the largest errors of each module."""
         worse, less = (self, before) if self.ratio >= before.ratio else (before, self)
         by_path = {each.path: each for each in less.modules}
         modules = [max((m, by_path.get(m.path, m)), key=lambda e: e.own) for m in worse.modules]
-        scales = {**self.by_scale, **before.by_scale}
         return replace(
             worse,
             modules=ranked(modules),
-            by_scale={
-                s: max(self.by_scale.get(s, 0.0), before.by_scale.get(s, 0.0)) for s in scales
-            },
             stagnant=max(self.stagnant, before.stagnant),
             remedy=before.remedy,
             mended=before.mended,

@@ -160,7 +160,9 @@ class Runs:
         """Return the op policy of a remedy in place of the plugin's, `None` for the plugin's."""
         policy = getattr(self.plugin, "policy", OpPolicy())
         if not remedy.fp32_ops:
-            return None if remedy.half is None else policy
+            # Any setting replaces a plugin of Lightning by a `BalancedAMP`.
+            is_kept = remedy.half is None and isinstance(self.plugin, ScaledPrecision)
+            return None if is_kept or remedy == _NOTHING else policy
         half_ops = [op for op in policy.half_ops if op not in remedy.fp32_ops]
         return replace(policy, fp32_ops=(*policy.fp32_ops, *remedy.fp32_ops), half_ops=half_ops)
 

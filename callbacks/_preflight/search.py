@@ -42,13 +42,14 @@ def preflight_step(
     found, whole, noise = measured
     if not agreed(bool(noise), all=True):
         return None
-    trials = _Trials(runs, whole, noise, agree)
+    trials = _Trials(runs, whole, noise, agree, dict(before.tried) if before else {})
     is_bad = agree(found.ratio) >= MATTERS
     if is_bad and found.half == torch.float16:
         scales = [s for s in (runs.scale * f for f in _SCALES) if 1 <= s <= _HIGHEST]
-        by_scale = {s: trials.ratio(Remedy(loss_scale=s)) for s in scales}
-        found = replace(found, by_scale=by_scale)
+        for scale in scales:
+            trials.ratio(Remedy(loss_scale=scale))
     all_found = found if before is None else found.merged(before)
+    all_found = replace(all_found, tried=trials.tried)
     if is_bad and agree(all_found.best_scale) is None:
         all_found = cheapest_remedy(trials, all_found)
     return trials.proved(all_found)
@@ -62,9 +63,10 @@ class _Trials:
     whole: Run  # in fp32
     noise: dict[str, float]  # gradient noise of each parameter
     agree: Callable[[Any], Any]  # returns the value of rank 0, so that all ranks make equal runs
+    tried: dict[Remedy, float]  # the worst ratio with each remedy, also in earlier steps
 
     def ratio(self, remedy: Remedy) -> float:
-        """Return the ratio with a remedy; inf if the step fails with it."""
+        """Return the worst ratio with a remedy so far; inf if a step fails with it."""
         try:
             whole = self.whole
             if remedy.half is not None and self.runs.is_true_half:
@@ -72,7 +74,8 @@ class _Trials:
             value = error_of(whole, self.runs.in_half(remedy), self.noise)[0]
         except RuntimeError:  # for example, a weight that a module in half precision shares
             value = math.inf
-        return float(self.agree(value))
+        self.tried[remedy] = max(float(self.agree(value)), self.tried.get(remedy, 0.0))
+        return self.tried[remedy]
 
     def work(self, remedy: Remedy) -> float:
         """Return the work in fp32 of the step with a remedy; inf if it cannot be counted."""
@@ -88,8 +91,7 @@ class _Trials:
         """Return the result with its remedy and the errors of this step with that remedy."""
         scale = self.agree(found.best_scale)
         if scale is not None:
-            remedy = Remedy(loss_scale=scale)
-            found = replace(found, remedy=remedy, mended=found.by_scale[scale])
+            found = replace(found, remedy=scale, mended=found.tried[scale])
         if found.mended is None:
             return found
         ratio, run = self.ratio(found.remedy), self.runs.in_half(found.remedy, records=True)

@@ -127,6 +127,21 @@ def test_bf16_rounding_in_every_block_is_remedied_by_fp16() -> None:
     assert rerun_with_settings(callback, make_shifted()).result.is_clean  # type: ignore[union-attr]
 
 
+def test_remedy_that_failed_at_an_earlier_step_is_not_recommended() -> None:
+    class OverflowsOnce(Words):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            large = (self.embed(batch[0]) * 7e4).float().mean()  # inf in fp16
+            return super().training_step(batch, batch_idx) + (0.0 if batch_idx else 0 * large)
+
+    torch.manual_seed(1)
+    model = OverflowsOnce()
+    for block in model.blocks:
+        block.weak = Shifts()
+    result = run_preflight(model, "PureFP16 bf16").result
+    assert result is not None
+    assert result.remedy.half is None
+
+
 def test_weak_module_in_true_half_precision_is_remedied_by_fp32_modules_of_balanced_amp() -> None:
     callback = run_preflight(make_words("cancellation"), "bf16-true")
     assert callback.result is not None
