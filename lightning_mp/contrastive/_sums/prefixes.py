@@ -1,19 +1,24 @@
 """The sum of the contrastive losses of several prefixes, computed in one pass over all ranks.
 
 Shapes:
-    k: prefixes. d: width of a prefix.
+    n: rows. k: prefixes. d: width of a prefix.
 
 Texts are exchanged once, at full width. For each block of texts, all prefixes are swept in turn, as
 in `softmax`, with the same workspace. There are k log-sum-exps per column. Gradients are returned
-once, at full width, because the gradient of the normalization is linear.
+once, at full width: the gradient of the normalization `x_d = prefix / |prefix|` is linear in
+dL/dx_d,
+
+    dL/dprefix = (dL/dx_d - <dL/dx_d, x_d> x_d) / |prefix|,
+
+so it applies to each part of dL/dx_d, and the gradients of several prefixes add up.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._sums.prefix_features import Prefix, PrefixFeatures
 from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import (
     Derivatives,
@@ -23,16 +28,53 @@ from lightning_mp.contrastive._tiles.tile_backend import (
     Vectors,
     row_dots,
 )
+from lightning_mp.numerics.floats import accumulation_dtype
 
 __all__ = ["prefixes_loss"]
+
+_LEAST_NORM = 1e-12  # the epsilon of torch's `normalize`
+
+
+class _Prefix(NamedTuple):
+    """A prefix and the weight of its loss in the sum."""
+
+    width: int
+    weight: float
+    is_normalized: bool
+
+    def of(self, features_nD: Tensor) -> "_Features":
+        """Return the prefix of each row."""
+        part_nd = features_nD[:, : self.width]
+        if not self.is_normalized:
+            return _Features(part_nd.contiguous(), None, self.weight)
+        wide_nd = part_nd.to(accumulation_dtype(part_nd.dtype))
+        norm_n1 = torch.linalg.vector_norm(wide_nd, dim=1, keepdim=True).clamp_min(_LEAST_NORM)
+        return _Features((wide_nd / norm_n1).to(part_nd.dtype), norm_n1, self.weight)
+
+
+class _Features(NamedTuple):
+    """Features of one prefix, their norms before normalization, and the weight of the prefix."""
+
+    features_nd: Tensor
+    norm_n1: Tensor | None
+    weight: float
+
+    def add_gradient(self, total_nD: Tensor, grad_nd: Tensor) -> None:
+        """Add the gradient of the prefix to the gradient of the full features, in place."""
+        if self.norm_n1 is not None:
+            # The component along the feature changes the norm only, which normalization removes.
+            unit_nd = self.features_nd.to(grad_nd.dtype)
+            along_n1 = (grad_nd * unit_nd).sum(1, keepdim=True)
+            grad_nd = grad_nd.addcmul(along_n1, unit_nd, value=-1.0).div_(self.norm_n1)
+        total_nD[:, : grad_nd.shape[1]].add_(grad_nd, alpha=self.weight)
 
 
 @dataclasses.dataclass(eq=False)
 class _Part:
     """The loss of one prefix: features of the images, and results of the sweeps."""
 
-    prefix: Prefix
-    image: PrefixFeatures
+    prefix: _Prefix
+    image: _Features
     prepared: Prepared
     terms: PairTerms = dataclasses.field(init=False)
     d_image_bd: Tensor | None = None
@@ -44,7 +86,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
     image_bD, text_nD, scale = request.image, request.text, request.scale
     memory, parts = plan.memory_for_tiles(len(request.widths)), list[_Part]()
     for width, weight in zip(request.widths, request.width_weights, strict=True):
-        prefix = Prefix(width, weight, request.normalize)
+        prefix = _Prefix(width, weight, request.normalize)
         image = prefix.of(image_bD)
         prepared = tiles.prepare(image.features_nd, prefix.of(text_nD).features_nd, scale)
         parts.append(_Part(prefix, image, prepared))
@@ -70,14 +112,14 @@ def prefixes_loss(plan: Plan) -> SweepResult:
         text = prefix.of(text_nD[: len(weight_b1)])
         if d_text_nD is not None:
             own_bd = image.features_nd.to(plan.dtype) * -weight_b1
-            text.add_gradient(d_text_nD[: len(own_bd)], own_bd, prefix.weight)
+            text.add_gradient(d_text_nD[: len(own_bd)], own_bd)
         if part.d_image_bd is not None:
             grad_bd = part.d_image_bd.addcmul_(text.features_nd, weight_b1, value=-1.0)
             # Before `add_gradient`, which removes this component.
             along_b = row_dots(image.features_nd, grad_bd, totals.dtype)
             totals[0] += prefix.weight * along_b.sum() / plan.terms
             if d_image_bD is not None:
-                image.add_gradient(d_image_bD, grad_bd, prefix.weight)
+                image.add_gradient(d_image_bD, grad_bd)
     factor = plan.scale * (plan.exchange.world_size / plan.terms)
     for grad in (d_image_bD, d_text_nD):
         if grad is not None:
@@ -124,7 +166,7 @@ def _gradients(plan: Plan, parts: list[_Part], stored: StoredTiles) -> Tensor | 
                 Derivatives(part.d_image_bd, part_md),
             )
             if total_mD is not None and part_md is not None:
-                text.add_gradient(total_mD, part_md, part.prefix.weight)
+                text.add_gradient(total_mD, part_md)
         if d_text is not None and total_mD is not None:
             d_text.add(total_mD)
     return None if d_text is None else d_text.result()
