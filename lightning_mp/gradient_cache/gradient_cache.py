@@ -280,11 +280,16 @@ class GradientCache:
             return function(*args, **kwargs)
         call = TowerCall(tower, function, arguments, self._device, self._prefetch, self._context)
         call.trained.refuse = functools.partial(self._refuse_stored, name)
-        was_in_a_tower, self._in_a_tower = self._in_a_tower, True
+        self._in_a_tower = True
         try:
             outputs = call.run(self._auto_size(call) if rows == "auto" else rows)
+        except RuntimeError as error:
+            if hasattr(error, "add_note"):  # since Python 3.11; torch knows neither tower nor role
+                note = f"In a micro-batch of the tower `{name}`; {arguments}. To change it, pass `roles`."
+                error.add_note(note)
+            raise
         finally:
-            self._in_a_tower = was_in_a_tower
+            self._in_a_tower = False
         if self.declared.is_open:
             self.declared.note_call(name, tower.signature_of)
             self.declared.note("argument", arguments.paths)

@@ -52,6 +52,20 @@ class Encoding(UserDict):
 Pair = namedtuple("Pair", ["x", "y"])
 
 
+def test_error_of_a_tower_has_a_note_of_its_arguments() -> None:
+    attend = nn.MultiheadAttention(4, 1, batch_first=True)
+    x, mask = torch.ones(8, 8, 4), torch.zeros(8, 8)  # a mask as long as the batch
+    cache = GradientCache(micro_batch_size=3)
+    with pytest.raises(RuntimeError, match="should be") as error:
+        cache.call(attend, x, x, x, attn_mask=mask)
+    if hasattr(error.value, "__notes__"):
+        (note,) = error.value.__notes__
+        assert note.startswith("In a micro-batch of the tower `MultiheadAttention`; taken as rows")
+        assert "`attn_mask` [8, 8]" in note
+    cache = GradientCache(micro_batch_size=3, roles={"attn_mask": "whole"})
+    assert cache.call(attend, x, x, x, attn_mask=mask)[0].shape == x.shape
+
+
 @pytest.mark.parametrize(
     "make",
     [
