@@ -285,8 +285,7 @@ class GradientCache:
             outputs = call.run(self._auto_size(call) if rows == "auto" else rows)
         except RuntimeError as error:
             if hasattr(error, "add_note"):  # since Python 3.11; torch knows neither tower nor role
-                note = f"In a micro-batch of the tower `{name}`; {arguments}. To change it, pass `roles`."
-                error.add_note(note)
+                error.add_note(f"In a micro-batch of the tower `{name}`; its `roles`: {arguments}.")
             raise
         finally:
             self._in_a_tower = False
@@ -307,23 +306,19 @@ class GradientCache:
         return call.outputs.assemble(outputs)
 
     def _note_roles(self, name: str, arguments: Arguments, outputs: Outputs) -> None:
-        found = {
-            "arguments": zip(arguments.paths, arguments.roles, strict=True),
-            "outputs": zip(outputs.names, outputs.roles, strict=True),
-        }
         self.roles[name] = {
-            origin: {path: str(role) for path, role in roles} for origin, roles in found.items()
+            "arguments": dict(zip(arguments.paths, map(str, arguments.roles), strict=True)),
+            "outputs": dict(zip(outputs.names, map(str, outputs.roles), strict=True)),
         }
         _log.debug("Roles in the call of the tower `%s`: %s", name, self.roles[name])
 
     def _auto_size(self, call: TowerCall) -> int:
         # A call without grad, such as a teacher's, needs less memory.
         name = call.tower if torch.is_grad_enabled() else f"{call.tower} (without grad)"
-        if name not in self.micro_batch_sizes:
-            trained = self._trained or call.trained.parameters
-            found = find_micro_batch_size(call, self._activation_bytes, trained)
-            self.micro_batch_sizes[name] = found
-        return self.micro_batch_sizes[name]
+        sizes, trained = self.micro_batch_sizes, self._trained or call.trained.parameters
+        if name not in sizes:
+            sizes[name] = find_micro_batch_size(call, self._activation_bytes, trained)
+        return sizes[name]
 
     def _replay(self, call: TowerCall, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         # FSDP's hooks do not run in a backward inside another backward; `finish` replays the call.
@@ -385,7 +380,7 @@ class GradientCache:
         if unused < max(_UNUSED_BYTES, replayed.used_bytes) or tower in self._warned_towers:
             return
         self._warned_towers.add(tower)
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        if is_alone() or dist.get_rank() == 0:
             names = sorted(replayed.unused, key=replayed.unused.__getitem__, reverse=True)
             warnings.warn(
                 f"The loss never used {unused:,} bytes of the outputs of the tower `{tower}` for "

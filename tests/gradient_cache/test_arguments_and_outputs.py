@@ -60,7 +60,7 @@ def test_error_of_a_tower_has_a_note_of_its_arguments() -> None:
         cache.call(attend, x, x, x, attn_mask=mask)
     if hasattr(error.value, "__notes__"):
         (note,) = error.value.__notes__
-        assert note.startswith("In a micro-batch of the tower `MultiheadAttention`; taken as rows")
+        assert note.startswith("In a micro-batch of the tower `MultiheadAttention`; its `roles`: ")
         assert "`attn_mask` [8, 8]" in note
     cache = GradientCache(micro_batch_size=3, roles={"attn_mask": "whole"})
     assert cache.call(attend, x, x, x, attn_mask=mask)[0].shape == x.shape
