@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -27,6 +28,7 @@ from lightning_mp.callbacks._step.training_state import (
 )
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
+from lightning_mp.numerics.tensor_stats import local_shard
 
 __all__ = ["SpikeGuard"]
 
@@ -142,6 +144,7 @@ class SpikeGuard(InstabilityMonitor):
         self._lrs: deque[float] = deque(maxlen=window_steps)
         self._is_bad: Tensor | None = None  # whether loss and norm of the next step are bad
         self._is_ending = False  # whether training ends at the current step
+        self._is_lost = False  # whether weights are not finite, so that no step ever is
         self._event: tuple[StepFacts, Verdict] | None = None  # bad step to act on
 
     # --- every step ------------------------------------------------------------------------------
@@ -152,6 +155,7 @@ class SpikeGuard(InstabilityMonitor):
         self._sizes.clear()
         self._lrs.clear()
         self._has_stepped, self._is_ending, self._event = True, False, None
+        self._is_lost = False
         if self.action in ("skip", "stop"):
             self._skipper.attach(trainer)
         if self.action == "rewind":
@@ -252,6 +256,7 @@ class SpikeGuard(InstabilityMonitor):
     def _act(self, trainer: pl.Trainer) -> bool:
         """Act on the first event among the judged steps; return whether there is an event."""
         event = self._event
+        trainer.should_stop |= self._is_lost  # otherwise `max_steps` would not be reached
         if event is not None and self.action == "stop":
             trainer.should_stop = True
         elif event is not None and self.action == "rewind":
@@ -307,6 +312,8 @@ class SpikeGuard(InstabilityMonitor):
             # Consecutive spikes are a new level; see `is_new_level`.
             if self._runs[key] == self.patience and kind != "spike":
                 tags = ("skipped",) if self._skips >= self.patience else ()
+                if self.action == "skip" and _are_lost(trainer.lightning_module.parameters()):
+                    tags, self._is_lost = ("lost",), True
                 run = Verdict("non_finite_run", self.patience, self.patience, "error", tags=tags)
                 verdicts.append(run.given(first_bad=first_bad))
         if event is not None and event.severity != "info" and self._event is None:
@@ -372,3 +379,8 @@ class SpikeGuard(InstabilityMonitor):
         for course, state in zip(self._courses, state_dict["courses"], strict=False):
             course.load_state_dict(state)
         self._rewinder.load_state_dict(state_dict["rewinder"])
+
+
+def _are_lost(weights: Iterable[Tensor]) -> bool:
+    """Return whether any weight is NaN or inf."""
+    return any(not local_shard(p.detach()).isfinite().all() for p in weights)

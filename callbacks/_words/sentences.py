@@ -141,6 +141,8 @@ MESSAGES = {
     "weights or optimizer states are probably lost.",
     "non_finite_run, skipped": "No step{of_optimizer} was finite for {value:.0f} steps in a row. "
     "The loss scaler skipped all of them, so weights and optimizer states are unchanged.",
+    "non_finite_run, lost": "No step{of_optimizer} was finite for {value:.0f} steps in a row, and "
+    "weights are not finite. Training stops, because every later step would be skipped.",
     "rewind_to_step": "Training rewound by {undone:count step} to the checkpoint before step "
     "{value:.0f}, and skipped {left_out} more batches.",
     "rewind_failed": "No checkpoint could be read, so training continues without a rewind.",

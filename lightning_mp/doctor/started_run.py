@@ -5,6 +5,7 @@ and optimizers. The callbacks and loggers of the config are made, but none of th
 that nothing is written.
 """
 
+import copy
 import logging
 import os
 import re
@@ -140,6 +141,7 @@ def start(
 def _set_up(run: StartedRun, callback: Callback, trainer: dict[str, Any]) -> None:
     arguments = {key: value for key, value in run.settings.items() if key not in _OF_FIT}
     arguments["trainer"] = {**run.trainer_settings, **_on_this_machine(run), **trainer}
+    arguments = copy.deepcopy(arguments)  # the parser puts objects into lists
     try:
         cli = LightningMPCLI(
             args=arguments,  # type: ignore[arg-type]

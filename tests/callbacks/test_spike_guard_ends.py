@@ -139,3 +139,20 @@ def test_stop_in_manual_optimization_skips_later_optimizers(tmp_path: Path) -> N
 def test_alarm_says_that_training_stops_before_the_step(tmp_path: Path) -> None:
     with pytest.warns(InstabilityWarning, match="Training stops before this step"):
         end(tmp_path, "stop", "explosion")
+
+
+class Loses(pl.Callback):
+    """Makes a weight NaN before the bad step."""
+
+    def on_train_batch_start(self, _: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == BAD:
+            next(pl_module.parameters()).data.fill_(torch.nan)
+
+
+@pytest.mark.filterwarnings("ignore:`SpikeGuard.action='skip'.` reads one flag")
+def test_skip_ends_a_run_whose_weights_are_lost(tmp_path: Path) -> None:
+    guard = quick(action="skip", patience=5)
+    limits = {"max_epochs": -1, "max_steps": 100}  # skipped steps do not count
+    fit(PlantedModel({}), make_batches(60), guard, Loses(), default_root_dir=tmp_path, **limits)
+    assert kinds(guard) == [(BAD, "non_finite_loss"), (BAD + 4, "non_finite_run")]
+    assert "Training stops" in guard.alarms[-1].message

@@ -41,6 +41,11 @@ PLANTED = [
     ),
     ("precision flag", config({**BALANCED, "precision": "bf16-mixed"}), config(BALANCED)),
     (
+        "precision flag",
+        config({"plugins": [BALANCED["plugins"]], "precision": "bf16-mixed"}),
+        config({"plugins": [BALANCED["plugins"]]}),
+    ),
+    (
         "unknown name in `fp32_modules`",
         config({"plugins": plugin("BalancedAMP", fp32_modules=["LayerNrm"])}),
         config({"plugins": plugin("BalancedAMP", fp32_modules=["LayerNorm"])}),
