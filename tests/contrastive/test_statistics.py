@@ -189,6 +189,19 @@ def test_statistics_cover_all_ranks(sizes: list[tuple[int, int]]) -> None:
         check(found[0], name, image, text, 20.0, positives=positives)
 
 
+def _with_positives(rank: int) -> str:
+    image, text, scale = data(4, 4, 12, rank, torch.float32)
+    positives = torch.zeros(4).long() if rank else torch.arange(4)
+    with pytest.raises(ValueError, match="several positives of one image or text") as caught:
+        ContrastiveLoss()(image, text, scale, positives=positives, statistics=rank == 0)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_several_positives_on_a_rank_that_did_not_ask_raise_on_all_ranks() -> None:
+    assert len(set(run_ranks(_with_positives, 2))) == 1
+
+
 @pytest.mark.slow
 def test_statistics_compile_without_graph_break() -> None:
     image, text, scale = data(30, 50, 16, 2, torch.float32)

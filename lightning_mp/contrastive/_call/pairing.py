@@ -54,9 +54,9 @@ def paired(request: Request, positives: Tensor) -> tuple[str | None, Request, Pa
 
 def _pairing_problem(request: Request, pairing: Pairing) -> str | None:
     """Return an error if other arguments do not support these positives."""
-    if request.statistics and pairing.matched != len(pairing.images_e):
+    if request.statistics and len(pairing.others):
         return STATISTICS_PROBLEM
-    if len(request.image) == pairing.matched == len(pairing.images_e):  # one to one
+    if len(request.image) == pairing.matched and not len(pairing.others):  # one to one
         return None
     if request.false_negatives != "keep":
         return (

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mp.contrastive._call.checks import STATISTICS_PROBLEM
 from lightning_mp.contrastive._call.request import GIVEN, RULES, Request, ranks_of
 from lightning_mp.contrastive._exchange.exchange import Exchange, Ring
 from lightning_mp.contrastive._exchange.slices import Slices, all_gather, block_bytes, slice_count
@@ -62,6 +63,7 @@ class Facts(NamedTuple):
         scale_call: The call of the loss that got this scale; 0 for the current call.
         image_needs_grad, text_needs_grad, scale_needs_grad: Whether they need a gradient.
         statistics: Whether the call returns statistics.
+        has_others: Whether an image or text has several positives, so that there are none.
     """
 
     is_usable: int = 0
@@ -80,13 +82,19 @@ class Facts(NamedTuple):
     text_needs_grad: int = 0
     scale_needs_grad: int = 0
     statistics: int = 0
+    has_others: int = 0
 
 
 def agreed_facts(
-    request: Request, needs_grad: tuple[bool, bool, bool], group: dist.ProcessGroup | None
+    request: Request,
+    needs_grad: tuple[bool, bool, bool],
+    group: dist.ProcessGroup | None,
+    *,
+    has_others: bool,
 ) -> list[Facts]:
     """Return the facts of all ranks; raise an error on all of them if these contradict."""
-    by_rank = _gather(_own_facts(request, needs_grad), request.image.device, group)
+    facts = _own_facts(request, needs_grad)._replace(has_others=has_others)
+    by_rank = _gather(facts, request.image.device, group)
     _refuse_what_differs(by_rank, request.owner)
     return by_rank
 
@@ -210,6 +218,8 @@ def _refuse_what_differs(by_rank: Sequence[Facts], owner: str) -> None:
             f"Passed `{owner}(exchange=...)` of {[_EXCHANGES[facts.exchange] for facts in by_rank]}"
             f" on ranks 0 to {last}. All ranks must have the same. Configure all ranks alike."
         )
+    if any(facts.statistics for facts in by_rank) and any(facts.has_others for facts in by_rank):
+        raise ValueError(STATISTICS_PROBLEM)
     for name, values in (
         ("logit_scale", [facts.scale for facts in by_rank]),
         ("logit_bias", [facts.bias for facts in by_rank]),

@@ -191,7 +191,8 @@ def agreed_plan(request: Request) -> Plan:
     if ranks_of(group, request.owner) == 1:
         tiles = request.tiles(request.workspace_bytes)
         return Plan(request, Ring([len(request.text)]), tiles, needs_grad, pairing=pairing)
-    by_rank = agreed_facts(request, needs_grad, group)
+    has_others = pairing is not None and len(pairing.others) > 0
+    by_rank = agreed_facts(request, needs_grad, group, has_others=has_others)
     # The smallest workspace of all ranks, because all must cut the same slices.
     shared = request.exchange, request.tiles, min(facts.budget for facts in by_rank), group
     exchange, tiles = exchange_for([facts.texts for facts in by_rank], request.image, *shared)
