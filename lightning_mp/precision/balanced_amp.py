@@ -142,8 +142,9 @@ class BalancedAMP(ScaledPrecision):
                 if tensor.dtype in HALF_DTYPES and not tensor.requires_grad:
                     tensor.data = tensor.data.float()
         compute_in_fp32(outermost(islands), self._undo)
-        # Compiled backwards would apply the forward's autocast, which rounds gradients of `kept`.
-        self._undo.enter_context(functorch.patch(backward_pass_autocast="off"))
+        if strict:  # the first time
+            # Compiled backwards would apply the forward's autocast, which rounds their gradients.
+            self._undo.enter_context(functorch.patch(backward_pass_autocast="off"))
         return kept
 
     @override

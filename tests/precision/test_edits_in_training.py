@@ -241,3 +241,22 @@ def test_copy_of_a_plugin_serves_runs_of_its_own(copied: Any, kind: Any) -> None
     fit(alone, kind(loss_scale=SCALE), loader(4))
     fit(beside, plugin, loader(4))
     assert alone.losses == beside.losses
+
+
+@pytest.mark.parametrize("kind", [BalancedAMP, PureFP16])
+def test_modules_outside_of_the_model_are_not_taken_for_changes(kind: Any) -> None:
+    """A slice of `nn.Sequential` is a new module; the preparation would take time and memory."""
+    looks: list[nn.Module] = []
+
+    class Counts(kind):
+        def _take_new(self, root: nn.Module) -> None:
+            looks.append(root)
+            super()._take_new(root)
+
+    class Slices(Regression):
+        def loss(self, batch: list[Tensor]) -> Tensor:
+            hidden = self.network[:2](batch[0])
+            return self.network[2:](hidden).float().square().mean()
+
+    fit(Slices(), Counts(loss_scale=SCALE), loader(4))
+    assert len(looks) == 1

@@ -85,6 +85,7 @@ class Ledger:
         self.root: nn.Module | None = None
         self._is_refused = False  # whether a second Trainer was refused, and has not ended yet
         self._names: dict[int, str] = {}
+        self._modules: list[nn.Module] = []  # of the model, in the last look
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Ledger, ()  # the copy of a plugin, also in another process, serves its own runs
@@ -164,8 +165,7 @@ class Ledger:
 
     def _forget(self) -> None:
         self.root, self.is_changed = None, True
-        self.optimizers.clear()
-        self._names.clear()
+        self.optimizers, self._names, self._modules = [], {}, []
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter of the model."""
@@ -185,8 +185,10 @@ class Ledger:
         is_changed, self.is_changed = self.is_changed, False
         if not is_changed or self.root is None:
             return None
+        modules, now = list(self.root.modules()), _names_of(self.root)
+        if (modules, now) == (self._modules, self._names):  # as after a slice of `nn.Sequential`
+            return None
         stepped = {id(p): each for each in self.optimizers for p in parameters_of(each)}
-        now = _names_of(self.root)
         gone = {name: key for key, name in self._names.items() if key not in now}
         for key in (key for key in now if key not in self._names and key not in stepped):
             name = now[key]
@@ -198,7 +200,7 @@ class Ledger:
                     "the old parameter (`load_state_dict` without `assign=True`), or replace it in "
                     "`optimizer.param_groups`, too."
                 )
-        self._names = now
+        self._modules, self._names = modules, now
         return self.root
 
 
