@@ -17,6 +17,7 @@ from lightning_mp._argument_values import shown
 from lightning_mp.gradient_cache._served.arguments import (
     Tree,
     describe_value,
+    has_rows_of_numbers,
     is_array,
     open_tree,
     prune_lists_of_rows,
@@ -38,9 +39,10 @@ def open_batch(batch: Any, fields: Collection[str] = ()) -> Tree:
         return open_tree(batch).prune(lambda tree: tree.path in fields)
 
     def is_list_of_rows(tree: Tree) -> bool:
-        return type(tree.value) in (list, tuple) and not any(
+        is_plain = type(tree.value) in (list, tuple) and not any(
             isinstance(x, (Tensor, np.ndarray, list, tuple, Mapping)) for x in tree.value
         )
+        return is_plain or has_rows_of_numbers(tree)
 
     return prune_lists_of_rows(open_tree(batch)).prune(is_list_of_rows)
 

@@ -52,6 +52,13 @@ class Encoding(UserDict):
 Pair = namedtuple("Pair", ["x", "y"])
 
 
+def test_lists_of_token_ids_are_rows() -> None:
+    cache = GradientCache(micro_batch_size=3)
+    tokens = [[row] * 5 for row in range(8)]
+    out = cache.call(lambda tokens: torch.tensor(tokens, dtype=torch.float32), tokens)
+    assert out.tolist() == tokens
+
+
 def test_error_of_a_tower_has_a_note_of_its_arguments() -> None:
     attend = nn.MultiheadAttention(4, 1, batch_first=True)
     x, mask = torch.ones(8, 8, 4), torch.zeros(8, 8)  # a mask as long as the batch

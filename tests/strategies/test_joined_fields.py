@@ -163,9 +163,19 @@ def test_values_that_are_no_row_numbers_are_concatenated(values: Any) -> None:
 )
 def test_lists_with_one_item_per_row_are_concatenated(values: list[Any]) -> None:
     parts = values[:4], values[4:6], values[6:]  # the last batches of few rows
-    batches = [{"values": part, "text": torch.rand(len(part), 2)} for part in parts]
+    for make_text in (lambda n: torch.rand(n, 2), lambda n: ["text"] * n):
+        batches = [{"values": part, "text": make_text(len(part))} for part in parts]
+        (whole,) = gather_batches(batches, 3)
+        assert [id(x) for x in whole["values"]] == [id(x) for x in values]
+
+
+def test_lists_of_token_ids_are_rows() -> None:
+    batches = [{"input_ids": [[n] * 7] * 4, "mask": [[1] * 7] * 4} for n in range(3)]
     (whole,) = gather_batches(batches, 3)
-    assert [id(x) for x in whole["values"]] == [id(x) for x in values]
+    assert whole == {
+        "input_ids": [[n] * 7 for n in range(3) for _ in range(4)],
+        "mask": [[1] * 7] * 12,
+    }
 
 
 def test_lists_of_columns_are_concatenated_column_by_column() -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "EarlierCalls",
     "Tree",
     "describe_value",
+    "has_rows_of_numbers",
     "is_array",
     "open_tree",
     "prune_lists_of_rows",
@@ -262,10 +263,11 @@ def rows_of(batch: Any) -> int | None:
 def prune_lists_of_rows(tree: Tree) -> Tree:
     """Turn lists with one item per row, such as images of different sizes, into leaves.
 
-    A list is one of rows if it is as long as an array outside of it, and if arrays or lists in it
-    have different lengths or are shorter than it: a list of two views with 8 rows each is none.
+    A list is one of rows if it is as long as an array or list outside of it, and if arrays or lists
+    in it have different lengths or are shorter than it: a list of two views with 8 rows each is
+    none.
     """
-    lengths = Counter(lengths_in(tree))
+    lengths = Counter(lengths_in(tree) + [len(each.value) for each in lists_in(tree)])
 
     def is_list_of_rows(each: Tree) -> bool:
         if type(each.value) not in (list, tuple):
@@ -273,7 +275,8 @@ def prune_lists_of_rows(tree: Tree) -> Tree:
         rows, arrays = len(each.value), lengths_in(each)
         inside = arrays or [len(x) for x in each.value if isinstance(x, (list, tuple))]
         is_unlike = len(set(inside)) > 1 or rows > max(inside, default=0)
-        return is_unlike and lengths[rows] > arrays.count(rows)
+        own = arrays + [len(found.value) for found in lists_in(each)]
+        return is_unlike and lengths[rows] > own.count(rows)
 
     return tree.prune(is_list_of_rows)
 
@@ -305,12 +308,25 @@ def describe_value(value: Any) -> str:
 
 
 def lists_in(tree: Tree) -> list[Tree]:
-    """Return the lists and tuples in a tree that contain no other lists."""
+    """Return the lists and tuples in a tree that contain no other lists but rows of numbers."""
     # Exact types only: a named tuple is a batch of fields, not a list of rows.
     is_plain = type(tree.value) in (list, tuple)
     if is_plain and not any(isinstance(x, (list, tuple)) for x in tree.value):
         return [tree]
+    if has_rows_of_numbers(tree):
+        return [tree]
     return [found for child in tree.children or () for found in lists_in(child)]
+
+
+def has_rows_of_numbers(tree: Tree) -> bool:
+    """Return whether a list holds lists of numbers, as a tokenizer returns token ids.
+
+    These are rows, since `default_collate` makes tensors of columns of numbers. A batch itself is a
+    list of columns.
+    """
+    return bool(tree.path and type(tree.value) in (list, tuple) and tree.value) and all(
+        type(x) is list and isinstance((x or [0])[0], (int, float)) for x in tree.value
+    )
 
 
 def is_array(value: Any) -> bool:
