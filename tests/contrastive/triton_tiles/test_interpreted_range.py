@@ -235,7 +235,13 @@ def test_small_shards_use_the_wide_variant_only(
 # In nats. Other shards may raise the log-sum-exps of all rows or columns far above this shard's.
 @pytest.mark.parametrize(
     ("row_rise", "column_rise", "wide"),
-    [(50.0, 0.0, False), (70.0, 0.0, True), (0.0, 70.0, False), (0.0, 90.0, True)],
+    [
+        (50.0, 0.0, False),
+        (70.0, 0.0, True),
+        (0.0, 70.0, False),
+        (0.0, 90.0, True),
+        (0.0, torch.inf, False),  # texts without an image, or one direction of the loss
+    ],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_wide_variant_takes_over_before_the_narrow_one_loses_digits(

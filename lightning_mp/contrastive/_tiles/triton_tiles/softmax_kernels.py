@@ -113,7 +113,9 @@ def factors_kernel(
         rise = tl.where(tl.abs(rise) < 120.0, rise, float("inf")).to(tl.float32)
         fall = tl.where(tl.abs(fall) < 120.0, fall, float("inf")).to(tl.float32)
         raise_peak(peaks, tl.where(row_here, rise, float("-inf")))
-        raise_peak(peaks + 1, tl.where(column_here, fall, float("-inf")))
+        # Columns without a term have an infinite log-sum-exp and a factor of 0: accurate.
+        has_term = column_here & (columns != float("inf"))
+        raise_peak(peaks + 1, tl.where(has_term, fall, float("-inf")))
         if is_last(peaks):
             tl.store(is_wide, 1 - (peak_of(peaks) + peak_of(peaks + 1) < 90.0).to(tl.int32))
 
