@@ -73,7 +73,7 @@ class JoinedBatch:
             leaf.path: _Field(leaf.path, roles.get(leaf.path, WHOLE), count, pin)
             for leaf in self._tree.leaves
         }
-        self._rows = self._batches = 0
+        self._rows = 0
         # Undeclared fields that number something from 0 in every loader batch so far.
         self._numbering_fields = {
             path for path, field in self._fields.items() if field.role == ROWS
@@ -94,8 +94,7 @@ class JoinedBatch:
         self._numbering_fields = {
             p for p in self._numbering_fields if numbers_rows(p, values[p], rows)
         }
-        self._batches += 1
-        if self._batches > 1:
+        if self._rows:
             self._check_numbering()
         for path, field in self._fields.items():
             if field.role.kind == "row numbers":
@@ -299,11 +298,9 @@ def numbers_rows(path: str, value: Any, rows: int) -> bool:
     count = len(np.unique(numbers))
     if _field_name(path) == "ids":
         return bool(numbers.max() == count - 1) and count >= max(2, len(value) / _ROWS_PER_ID)
-    if count != numbers.size:
-        return False
-    is_each_once = len(numbers) == len(value) >= _LIKELY_LABELS
+    is_likely = _field_name(path) == "positives" or len(numbers) == len(value) >= _LIKELY_LABELS
     is_in_range = bool(numbers.max() < max(rows, numbers.size))
-    return is_in_range and (_field_name(path) == "positives" or is_each_once)
+    return count == numbers.size and is_in_range and is_likely
 
 
 def local_ids(batch: Any, declared: DeclaredRoles) -> str | None:

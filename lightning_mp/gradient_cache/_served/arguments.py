@@ -311,19 +311,15 @@ def lists_in(tree: Tree) -> list[Tree]:
     """Return the lists and tuples in a tree that contain no other lists but rows of numbers."""
     # Exact types only: a named tuple is a batch of fields, not a list of rows.
     is_plain = type(tree.value) in (list, tuple)
-    if is_plain and not any(isinstance(x, (list, tuple)) for x in tree.value):
-        return [tree]
-    if has_rows_of_numbers(tree):
+    is_flat = is_plain and not any(isinstance(x, (list, tuple)) for x in tree.value)
+    if is_flat or has_rows_of_numbers(tree):
         return [tree]
     return [found for child in tree.children or () for found in lists_in(child)]
 
 
 def has_rows_of_numbers(tree: Tree) -> bool:
-    """Return whether a list holds lists of numbers, as a tokenizer returns token ids.
-
-    These are rows, since `default_collate` makes tensors of columns of numbers. A batch itself is a
-    list of columns.
-    """
+    """Return whether a list holds lists of numbers, as a tokenizer returns token ids."""
+    # Columns of numbers would be tensors; but a batch itself is a list of columns.
     return bool(tree.path and type(tree.value) in (list, tuple) and tree.value) and all(
         type(x) is list and isinstance((x or [0])[0], (int, float)) for x in tree.value
     )

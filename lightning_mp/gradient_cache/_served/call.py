@@ -63,23 +63,16 @@ class TowerCall:
         self._function, self._arguments, self._context = function, arguments, context
         self.batch_size = arguments.batch_size
         leaves = arguments.leaves
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._with_grad = [
-            index
-            for index, leaf in enumerate(leaves)
-            if torch.is_grad_enabled() and isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
+        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        is_on = torch.is_grad_enabled()
+        self._with_grad = [index for index in tensors if is_on and leaves[index].requires_grad]
         self.inputs: list[Tensor] = [leaves[index] for index in self._with_grad]
         self.outputs = Outputs(tower.name, arguments)
+        detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._micro_batches = MicroBatches(
-            [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-            arguments.roles,
-            batch_size=self.batch_size,
-            device=device,
-            prefetch=prefetch,
-            with_grad=self._with_grad,
+            detached, arguments.roles, self.batch_size, device, prefetch, self._with_grad
         )
-        self.device = device or (tensors[0].device if tensors else torch.device("cpu"))
+        self.device = device or (leaves[tensors[0]].device if tensors else torch.device("cpu"))
         autocast = AutocastState(self.device.type)
         self._autocast, self._autocast_dtypes = autocast.entered(), autocast.dtypes
         self._buffers = BufferState(tower.module)
@@ -251,7 +244,7 @@ class TowerCall:
         noise = rounding_noise(dtypes | self._autocast_dtypes, self.device)
         is_exact = torch.are_deterministic_algorithms_enabled()
         # Clones of overwritten rows have other addresses, on which the order of sums may depend.
-        if is_exact and not self._micro_batches.has_overwritten_rows:
+        if is_exact and not self._micro_batches.unwritten:
             noise = 0.0
         of = self.outputs
         sizes = zip(of.names, self._bytes, of.needs_grad, cotangents, strict=True)

@@ -40,7 +40,6 @@ class MicroBatches:
         self,
         leaves: Sequence[Any],
         roles: Sequence[Role],
-        *,
         batch_size: int,
         device: torch.device | None,
         prefetch: int,
@@ -65,7 +64,7 @@ class MicroBatches:
         is_cuda = device is not None and device.type == "cuda"
         self._prefetched_leaves = {i for i in split if is_cuda and split[i] == "cpu"}
         # Clones of rows from before a write, by leaf and first row.
-        self._unwritten: dict[tuple[int, int], Tensor] = {}
+        self.unwritten: dict[tuple[int, int], Tensor] = {}
         self._row_lengths = _row_lengths(self._leaves, roles, batch_size)
         self.is_padded = bool(self._row_lengths)
 
@@ -99,7 +98,7 @@ class MicroBatches:
                 raise SharedWriteError(min(written - self._maybe_written))
             # Later micro-batches clone only the leaves that the first micro-batch wrote to.
             self._maybe_written = written
-            self._unwritten.update({(i, rows.start): before[i] for i in written})
+            self.unwritten.update({(i, rows.start): before[i] for i in written})
 
     def for_grad(self, leaves: list[Any]) -> list[Tensor]:
         """Give inputs that require grad a graph of their own; return the leaves of that graph."""
@@ -137,13 +136,8 @@ class MicroBatches:
             index
             for index, version in enumerate(self._versions)
             # Leaves that the function itself writes to are replayed from clones.
-            if version != now[index] and (index, 0) not in self._unwritten
+            if version != now[index] and (index, 0) not in self.unwritten
         ]
-
-    @property
-    def has_overwritten_rows(self) -> bool:
-        """Whether the function wrote to rows, which later iterations pass as clones."""
-        return bool(self._unwritten)
 
     def _count_writes(self) -> list[int]:
         # Not `version_of`: torch does not count writes to inference tensors.
@@ -168,9 +162,9 @@ class MicroBatches:
 
     def _micro_batch_leaf(self, index: int, rows: slice, cut_padding: bool = True) -> Any:
         leaf = self._leaves[index]
-        if (index, rows.start) in self._unwritten:
+        if (index, rows.start) in self.unwritten:
             # Cloned again, because the function will write to it again.
-            return self._unwritten[index, rows.start].clone()
+            return self.unwritten[index, rows.start].clone()
         if not self._roles[index].has_rows:
             return leaf
         return self._on_device(self._rows(index, rows, cut_padding))

@@ -148,11 +148,9 @@ class Outputs:
 
     def _merge_tensor(self, index: int, part: Tensor, tensor: Tensor, rows: slice) -> None:
         kind = self.roles[index].kind
-        if kind == "sum":
-            part.add_(tensor.to(part.dtype))
-        elif kind == "mean":
-            # Weighted by the number of rows.
-            part.add_(tensor.to(part.dtype), alpha=self._weight(rows))
+        if kind in ("mean", "sum"):
+            weight = self._weight(rows) if kind == "mean" else 1.0
+            part.add_(tensor.to(part.dtype), alpha=weight)
         elif kind != "whole" or rows.start == 0:
             part.copy_(tensor)
         elif self.is_first_call and not torch.equal(part, tensor):
