@@ -179,12 +179,11 @@ def _inside_of_arguments(access: Callable[..., Any]) -> Callable[..., Any]:
     """Raise for addresses outside of the memory of all arguments."""
     from triton.runtime.interpreter import TensorHandle
 
-    names = list(inspect.signature(access).parameters)
-    places = names.index("ptrs"), names.index("mask")
+    place = list(inspect.signature(access).parameters).index("mask")
 
     @functools.wraps(access)
     def repaired(*args: Any, **options: Any) -> Any:
-        pointers, mask = (args[place] for place in places)
+        pointers, mask = args[1], args[place]
         size = pointers.get_element_ty().primitive_bitwidth // 8
         mask = mask.data if isinstance(mask, TensorHandle) else mask  # an array of a descriptor
         first = pointers.data[np.broadcast_to(mask.astype(bool), pointers.data.shape)]
