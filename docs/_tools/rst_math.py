@@ -1,8 +1,7 @@
 """Prepares docstrings for the API pages.
 
 Formulas in Sphinx' notation become MathML, which needs no script. Each formula of a `math` block
-is put on a line of its own, so that it fits on a phone. The constructor of `GradientCache` shows
-the fields of its config as arguments.
+is put on a line of its own, so that it fits on a phone.
 """
 
 import re
@@ -35,18 +34,3 @@ class RstMath(griffe.Extension):
         """Rewrite one docstring."""
         if obj.docstring is not None:
             obj.docstring.value = to_mathml(obj.docstring.value)
-
-    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Replace the argument `config` by the fields of the config."""
-        fields = pkg["gradient_cache._served.config.CacheConfig"].attributes
-        parameters = pkg["gradient_cache.gradient_cache.GradientCache.__init__"].parameters
-        del parameters["config"]
-        for name, field in fields.items():
-            parameters.add(
-                griffe.Parameter(
-                    name,
-                    annotation=field.annotation,
-                    kind=griffe.ParameterKind.keyword_only,
-                    default=field.value,
-                )
-            )
