@@ -130,13 +130,9 @@ class ServesTowers(ForLightning, _Strategy):
         # "auto" chooses the size in the first call of a tower, so this logs once.
         if self._cache.micro_batch_sizes != known:
             self._log_new_sizes(known)
-        return output
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        # Before the backward, which without cached towers needs the activations of all rows. DDP's
-        # reducer is not prepared.
-        if not self._cache.calls:
+        is_skipped = output is None and self.lightning_module.automatic_optimization
+        # Before the backward, which without cached towers needs the activations of all rows.
+        if not self._cache.calls and not is_skipped:
             raise MisconfigurationException(
                 f"Passed `{type(self).__name__}(towers={list(self.towers)})`, but the first "
                 "training step called none of these towers, so nothing runs in micro-batches. Name "
@@ -144,12 +140,13 @@ class ServesTowers(ForLightning, _Strategy):
                 "`self.name(batch)`: not as `self.name.forward(batch)`, and not from inside "
                 "compiled code."
             )
+        return output
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        self.pre_backward(closure_loss)
+        # Without `pre_backward`, which prepares DDP's reducer.
         plugin, module = self.precision_plugin, self.lightning_module
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)

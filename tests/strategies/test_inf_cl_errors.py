@@ -40,6 +40,20 @@ def test_inf_cl_first_step_without_a_tower_raises_and_trains_nothing() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+class ProbesFirst(TinyCLIP):
+    """Trains something else before it calls the towers."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        self.manual_backward(self.head.weight.sum())
+        return super().training_step(batch, batch_idx)
+
+
+def test_inf_cl_backward_before_the_first_call_of_a_tower_trains() -> None:
+    trainer = make_trainer(InfCLStrategy(), max_steps=2)
+    trainer.fit(ProbesFirst(automatic=False), loader(16, 8))
+    assert trainer.global_step == 2
+
+
 def _step_without_tower(rank: int) -> Tensor:
     model = CallsNoTower(steps={0, 2})
     make_trainer(InfCLStrategy(), devices=2, max_steps=3).fit(model, loader(48, 8))
