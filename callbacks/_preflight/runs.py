@@ -192,8 +192,9 @@ class Runs:
             if remedy.inf_clamp:
                 clamp = InfClamp([as_written(name) for name in remedy.inf_clamp])
                 undo.callback(clamp.attach(self.module).remove)
+            # Together, because modules may share weights.
+            undo.enter_context(fp32_weights([m for each in modules for m in each.modules()]))
             for module in modules:
-                undo.enter_context(fp32_weights(module.modules()))
                 replace_forward(module, forward, undo)
             yield
 
@@ -246,7 +247,6 @@ class Runs:
         calls: dict[str, ModuleCall] = {}
         cotangents: dict[str, Tensor] = {}
         self._rng.restore()
-        named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         with ExitStack() as stack:
             if records:
                 for path, module in self.named_modules():
@@ -262,6 +262,7 @@ class Runs:
                 loss = loss_in(self.module.training_step(*kwargs.values()))
             if loss is None:
                 raise ValueError(usage("preflight_no_loss"))
+            named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
             with recompute or nullcontext():
                 scaled = loss.float() * scale
                 found = _input_gradients(scaled, [*named.values()], torch.ones_like(scaled))
@@ -324,6 +325,7 @@ def fp32_weights(modules: Iterable[nn.Module], *, unrounded: bool = False) -> It
 
     `unrounded` replaces the values by some that round to them, for models that begin in fp32.
     """
+    wide: dict[int, Tensor] = {}  # by the id of a weight, which modules may share
     with ExitStack() as undo:
         for module in modules:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -331,17 +333,27 @@ def fp32_weights(modules: Iterable[nn.Module], *, unrounded: bool = False) -> It
                 undo.callback(hooks.clear)
                 for key in [k for k, hook in hooks.items() if is_border_cast(hook)]:
                     del hooks[key]
-            tensors: Mapping[str, Tensor | None] = {**module._parameters, **module._buffers}
-            for tensor in tensors.values():
-                if tensor is not None and tensor.dtype in HALF_DTYPES:
-                    undo.callback(setattr, tensor, "data", tensor.data)
-                    exact = tensor.data.float()
-                    if unrounded and isinstance(tensor, nn.Parameter):
-                        generator = torch.Generator(tensor.device).manual_seed(0)
-                        noise = torch.empty_like(exact).uniform_(-0.5, 0.5, generator=generator)
-                        exact += noise * ulps(tensor)
-                    tensor.data = exact
+            entries: Any
+            for entries in (module._parameters, module._buffers):
+                for name, tensor in entries.items():
+                    if tensor is not None and tensor.dtype in HALF_DTYPES:
+                        # Not by `tensor.data`: another dtype would discard the hooks of DDP.
+                        undo.callback(entries.__setitem__, name, tensor)
+                        if id(tensor) not in wide:
+                            wide[id(tensor)] = _in_fp32(tensor, unrounded)
+                        entries[name] = wide[id(tensor)]
         yield
+
+
+def _in_fp32(tensor: Tensor, unrounded: bool) -> Tensor:
+    exact = tensor.detach().float()
+    if not isinstance(tensor, nn.Parameter):
+        return exact
+    if unrounded:
+        generator = torch.Generator(tensor.device).manual_seed(0)
+        noise = torch.empty_like(exact).uniform_(-0.5, 0.5, generator=generator)
+        exact += noise * ulps(tensor)
+    return nn.Parameter(exact, tensor.requires_grad)
 
 
 class _NoDropout(TorchFunctionMode):

@@ -198,21 +198,23 @@ def test_zero_weights_are_not_stagnant() -> None:
     assert result.stagnant == 0
 
 
-def _run_on_rank(rank: int) -> tuple[str, Tensor]:
-    callback = PrecisionPreflight(steps=2)
-    pl.seed_everything(0, verbose=False)
-    model = make_words("cancellation")
-    run = trainer("BalancedAMP fp16", callback, devices=2, strategy="ddp")
-    run.fit(model, Sentences())
-    return callback.settings, parameters_of(model)
+def _run_on_rank(rank: int) -> list[tuple[str, Tensor]]:
+    results = []
+    for name in ("BalancedAMP fp16", "PureFP16 fp16"):
+        callback = PrecisionPreflight(steps=2)
+        pl.seed_everything(0, verbose=False)
+        model = make_words("cancellation")
+        trainer(name, callback, devices=2, strategy="ddp").fit(model, Sentences())
+        results.append((callback.settings, parameters_of(model)))
+    return results
 
 
 @pytest.mark.distributed
-def test_ranks_agree_on_the_remedy() -> None:
-    (first, weights), (second, others) = run_ranks(_run_on_rank, 2)
-    assert first == second
-    assert "blocks.1.weak" in first
-    assert torch.equal(weights, others)
+def test_ranks_agree_on_the_remedy_and_average_gradients_afterwards() -> None:
+    for (first, weights), (second, others) in zip(*run_ranks(_run_on_rank, 2), strict=True):
+        assert first == second
+        assert "blocks.1.weak" in first
+        assert torch.equal(weights, others)
 
 
 def _fail_on_second_rank(rank: int) -> tuple[str | None, Tensor]:
