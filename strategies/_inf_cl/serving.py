@@ -288,7 +288,8 @@ def _warn_about_mixed_rows(towers: Sequence[Tower]) -> None:
         f"`{tower.name}{name and '.'}{name}` ({type(module).__name__})"
         for tower in towers
         for name, module in tower.module.named_modules()
-        if isinstance(module, _BatchNorm) or getattr(module, "scale_grad_by_freq", False)
+        if (isinstance(module, _BatchNorm) and module.training)
+        or getattr(module, "scale_grad_by_freq", False)
     ]
     if mixing:
         rank_zero_warn(
