@@ -138,7 +138,8 @@ class ActivationRangeMonitor(SamplingMonitor):
         # Ranks see different data, so a single rank may be near overflow.
         root = step.trainer.strategy.root_device
         sampled = step.gather_rows(rows, torch.zeros(len(StatField) + 1, dtype=state_dtype(root)))
-        if sampled is None and self._sampler.modules:
+        # Without gradients, `training_step` has skipped the batch.
+        if sampled is None and self._sampler.modules and step.found.gradients:
             self.warn_unmeasured(step.facts.step)
         return sampled
 
@@ -219,6 +220,8 @@ class ActivationRangeMonitor(SamplingMonitor):
             if verdict is not None and not (is_single and "non_finite" in verdict.kind):
                 column = StatField.NON_FINITE if "non_finite" in verdict.kind else StatField.AMAX
                 verdict = dataclasses.replace(verdict, rank=int(ranks[:, at, column].argmax()))
+                if is_lost and kind == "output_gradient":  # a lower loss scale does not help
+                    verdict = dataclasses.replace(verdict, tags=("wide",))
                 yield verdict.given(limits=limits)
 
     def _judge_tensor(

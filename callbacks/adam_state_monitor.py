@@ -112,8 +112,8 @@ class AdamStateMonitor(SamplingMonitor):
             return None
         optimizer, found = step.optimizer, step.found
         groups = [group for group in optimizer.param_groups if _is_of_adam(group)]
-        known = {id(p) for group in groups for p in group["params"]}
-        chosen = [i for i, p in enumerate(found.parameters) if id(p) in known]
+        group_of = {id(p): group for group in groups for p in group["params"]}
+        chosen = [i for i, p in enumerate(found.parameters) if id(p) in group_of]
         if not is_sharded(step.trainer):
             # A rank may hold no shard of a parameter, but all ranks must send the same rows.
             chosen = [i for i in chosen if has_second_moments(optimizer, found.parameters[i])]
@@ -128,12 +128,13 @@ class AdamStateMonitor(SamplingMonitor):
         keeps = getattr(step.trainer.precision_plugin, "write_back", "nearest") != "nearest"
         gradients = [found.gradients[i] for i in chosen]
         parameters = [found.parameters[i] for i in chosen]
+        used = [group_of[id(p)] for p in parameters]
         return step.gather(
             adam_statistics(optimizer, parameters, gradients, found.unscale, keeps_rounding=keeps),
             shards_only=True,
             names=[found.names[i] for i in chosen],
-            beta2=float(groups[0]["betas"][1]),
-            eps=float(groups[0]["eps"]),
+            beta2=[float(group["betas"][1]) for group in used],
+            eps=[float(group["eps"]) for group in used],
         )
 
     @override
@@ -145,7 +146,8 @@ class AdamStateMonitor(SamplingMonitor):
         if not sums_NK[:, AdamField.STEP].any():  # no states yet, so sample the next step
             self._until = facts.step + 1
             return []
-        tensors = [AdamNumbers(name, row) for name, row in zip(names, sums_NK, strict=True)]
+        rows = zip(names, sums_NK, sample.context["beta2"], sample.context["eps"], strict=True)
+        tensors = [AdamNumbers(*row) for row in rows]
         self.history.add_column("update_rms", facts.step, {t.name: t.rms for t in tensors})
         ratios = {t.name: t.ratio for t in tensors}
         self.history.add_column("update_to_weight", facts.step, ratios)
@@ -158,9 +160,7 @@ class AdamStateMonitor(SamplingMonitor):
         verdicts = self._rule.judge(
             facts,
             [t for t in tensors if t.is_judged],  # other monitors judge non-finite tensors
-            beta2=sample.context["beta2"],
-            eps=sample.context["eps"],
-            first=self._first,
+            self._first,
         )
         if self._rule.wants_more:
             self._rule.wants_more = False

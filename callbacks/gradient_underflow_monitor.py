@@ -118,13 +118,15 @@ class GradientUnderflowMonitor(SamplingMonitor):
         named = [v for v in worst if v.value != 1 or str(v.tensor).rpartition(".")[0] == origin]
         worst = worst if origin is None or not named else named
         # The worst tensors name the place; the others would only repeat it.
-        return [_worded(v, facts.loss_scale).given(count=len(worst)) for v in worst[:3]]
+        count = sum(v.tensor != _ALL for v in worst)
+        return [_worded(v, facts.loss_scale).given(count=count) for v in worst[:3]]
 
 
 def _worded(found: Verdict, scale: float | None) -> Verdict:
     name = str(found.tensor)
-    # 64 times the present scale as a power of two, or the largest scale that fp16 can hold.
-    start = torch.finfo(torch.float16).max if scale is None else scale * 64
+    # 64 times the present scale as a power of two, or the largest scale that fp16 can hold. The
+    # scale of torch can reach 0.
+    start = scale * 64 if scale else torch.finfo(torch.float16).max
     # `fp32_modules` accepts neither all modules nor a parameter of the root.
     remedy = "all" if name == _ALL or "." not in name else "one"
     found = replace(found, kind="gradient_underflow", tags=(*found.tags, remedy))

@@ -60,6 +60,17 @@ def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
+def _clipping(trainer: pl.Trainer) -> dict[str, str]:
+    """Return the words around `gradient_clip_val` in a remedy."""
+    # Lightning refuses a `gradient_clip_val` of the Trainer in manual optimization.
+    is_manual = not trainer.lightning_module.automatic_optimization
+    is_by_value = trainer.gradient_clip_algorithm == "value"
+    return {
+        "clipper": "self.clip_gradients(optimizer, " if is_manual else "Trainer(",
+        "by_norm": ", gradient_clip_algorithm='norm'" if is_by_value else "",
+    }
+
+
 class InstabilityWarning(UserWarning):
     """A monitor's alarm. `warnings.filterwarnings("error", category=...)` makes it stop a run."""
 
@@ -187,7 +198,8 @@ class InstabilityMonitor(Learning, pl.Callback):
             verdict = verdict.given(located=cause.tensor, located_step=cause.step)
             verdict = dataclasses.replace(verdict, remedies=("follows",), severity="info")
             is_note = True
-        message, remedy = words_for(verdict, tags_of(trainer, facts), **numbers_of(trainer, facts))
+        fields = numbers_of(trainer, facts) | _clipping(trainer)
+        message, remedy = words_for(verdict, tags_of(trainer, facts), **fields)
         keeper = None if is_note else self.recorder.batches
         alarm = Alarm(
             step=facts.step,

@@ -122,8 +122,8 @@ class ParameterMonitor(SamplingMonitor):
         gradients = norms_of(given).to(device, non_blocking=True) * step.found.unscale
         weights = norms_of(shards).to(device, non_blocking=True)
         columns = [numels, weights**2, self._changes(step, shards), gradients**2, has_now, had]
-        groups = [(p, group) for group in step.optimizer.param_groups for p in group["params"]]
-        rates = [group.get("lr") for p, group in groups if p.requires_grad]
+        rate_of = {id(p): g.get("lr") for g in step.optimizer.param_groups for p in g["params"]}
+        rates = [rate_of[id(p)] for p in parameters]
         return step.gather(
             torch.stack(columns, dim=1),
             shards_only=True,

@@ -176,7 +176,8 @@ class RepresentationMonitor(SamplingMonitor):
         missing = torch.full((_WIDTH,), torch.nan, dtype=dtype)
         padded = {key: F.pad(row, (0, _WIDTH - len(row))) for key, row in rows.items()}
         sampled = step.gather_rows(padded, missing)
-        if sampled is None and (self._losses or self._towers):
+        # Without gradients, `training_step` has skipped the batch.
+        if sampled is None and (self._losses or self._towers) and step.found.gradients:
             self.warn_unmeasured(step.facts.step)
         return sampled
 
@@ -240,7 +241,8 @@ def _sketch(unit: Tensor) -> Tensor:
     values = torch.cat([projected, projected.square()], dim=-1)
     # Tokens of one sample depend on each other, so samples are counted.
     samples = values.flatten(1, -2).mean(dim=1) if values.ndim > 2 else values
-    squared_errors = samples.var(dim=0) / len(samples)
+    # NaN without a warning for a single sample.
+    squared_errors = samples.var(dim=0, correction=0) / (len(samples) - 1)
     return torch.cat([samples.mean(dim=0), squared_errors])
 
 

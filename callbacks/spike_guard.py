@@ -333,7 +333,10 @@ class SpikeGuard(InstabilityMonitor):
         is_spent = self.action == "rewind" and self.rewinds >= self.max_rewinds
         action = "rewinds spent" if is_spent else self.action
         first_lr = self._lrs[0] if self._lrs and facts.optimizer == 0 else None
-        clip_val = self.recorder.trainer.gradient_clip_val
+        trainer = self.recorder.trainer
+        # Clipping by value does not limit the norm.
+        is_by_value = trainer.gradient_clip_algorithm == "value"
+        clip_val = None if is_by_value else trainer.gradient_clip_val
         found = describe(facts, loss, norm, first_lr=first_lr, clip_val=clip_val, action=action)
         return found.given(window=self.window_steps, z_threshold=self.z_threshold)
 

@@ -39,11 +39,11 @@ _UNKNOWN: dict[str, Any] = {
 class AdamNumbers:
     """Measurements of the next update of one tensor, from its row of `adam_statistics`."""
 
-    def __init__(self, name: str, row_K: npt.NDArray[Any]) -> None:
+    def __init__(self, name: str, row_K: npt.NDArray[Any], beta2: float, eps: float) -> None:
         sums = dict(zip(AdamField, map(float, row_K), strict=True))
         count = max(sums[AdamField.NUMEL], 1.0)
         weight = math.sqrt(sums[AdamField.SQUARED_WEIGHT])
-        self.name = name
+        self.name, self.beta2, self.eps = name, beta2, eps
         self.numel = int(count)
         self.is_judged = sums[AdamField.NUMEL] > 0 and not sums[AdamField.NON_FINITE]
         self.is_zero = not sums[AdamField.NON_ZERO]  # the whole gradient
@@ -78,13 +78,7 @@ class AdamStateRule(Learning):
     _suspects: dict[str, int] = field(default_factory=dict, init=False)  # step of the last high RMS
 
     def judge(
-        self,
-        facts: StepFacts,
-        tensors: Collection[AdamNumbers],
-        *,
-        beta2: float,
-        eps: float,
-        first: Collection[str],
+        self, facts: StepFacts, tensors: Collection[AdamNumbers], first: Collection[str]
     ) -> list[Verdict]:
         """Add a sample of tensors with finite numbers and return verdicts; prefer `first`."""
         step, rate = facts.step, facts.lr
@@ -100,17 +94,17 @@ class AdamStateRule(Learning):
         for numbers in tensors:
             usual = self._usual.setdefault(numbers.name, {**_UNKNOWN, "from": step})
             usual["samples"] += 1
-            verdicts += self._judge_zero_run(step, numbers, usual, beta2, is_silent)
+            verdicts += self._judge_zero_run(step, numbers, usual, is_silent)
             newest = usual["newest"] = [*usual["newest"], numbers.rms][-32:]
             is_known = usual["samples"] > self.baseline_samples
             usual["is_real"] |= numbers.gradient_rms > rounding
             # A gradient of pure rounding error is below epsilon in any healthy run.
             if usual["is_real"]:
-                verdicts += self._judge_epsilon(numbers, usual, eps, is_known)
+                verdicts += self._judge_epsilon(numbers, usual, is_known)
                 # Only a second sample distinguishes a warm-up from a low learning rate.
                 knows_rate = is_known or (rate is not None and not is_rising)
                 verdicts += self._judge_ratio(numbers, is_known, knows_rate and is_used)
-            if not is_known or numbers.step < _MEMORY / (1 - beta2):
+            if not is_known or numbers.step < _MEMORY / (1 - numbers.beta2):
                 usual["rms"] = max(usual["rms"], numbers.rms)
                 usual["below"] = max(usual["below"], numbers.below_epsilon)
                 continue
@@ -148,7 +142,7 @@ class AdamStateRule(Learning):
         return [worst.given(count=len(confirmed))]
 
     def _judge_epsilon(
-        self, numbers: AdamNumbers, usual: dict[str, Any], eps: float, is_known: bool
+        self, numbers: AdamNumbers, usual: dict[str, Any], is_known: bool
     ) -> Iterator[Verdict]:
         share, threshold = numbers.below_epsilon, usual["below"] + self.max_below_epsilon
         is_above = is_known and share > threshold
@@ -158,14 +152,14 @@ class AdamStateRule(Learning):
             # Adam should divide mostly by the size of the gradient: epsilon is a thousandth of it.
             root = math.sqrt(numbers.second_moment / numbers.numel)
             power = math.floor(math.log10(max(numbers.gradient_rms, root, 1e-30))) - 3
-            found = found.given(eps=eps, lower_eps=min(eps / 1000, 10.0**power))
+            found = found.given(eps=numbers.eps, lower_eps=min(numbers.eps / 1000, 10.0**power))
             yield found.given(usual=usual["below"], excess=self.max_below_epsilon)
 
     def _judge_zero_run(
-        self, step: int, numbers: AdamNumbers, usual: dict[str, Any], beta2: float, is_silent: bool
+        self, step: int, numbers: AdamNumbers, usual: dict[str, Any], is_silent: bool
     ) -> Iterator[Verdict]:
         # Without gradients, the second moment decays by beta2 per step, except for rounding.
-        left = usual["moment"] * beta2 ** max(numbers.step - usual["at"], 0)
+        left = usual["moment"] * numbers.beta2 ** max(numbers.step - usual["at"], 0)
         has_grown = numbers.second_moment > 1.001 * left
         usual["moment"], usual["at"] = numbers.second_moment, numbers.step
         if has_grown or not numbers.is_zero:
@@ -179,7 +173,7 @@ class AdamStateRule(Learning):
         if usual["zero_from"] is None:
             usual["zero_from"] = step
         steps = step - usual["zero_from"]
-        boost = _boost(steps, beta2)
+        boost = _boost(steps, numbers.beta2)
         seen = max(step - usual["from"], 1)
         if is_silent:  # for example, a loss of exactly 0; judge only the harm of such runs
             is_long = boost >= self.max_update_rms
@@ -190,7 +184,7 @@ class AdamStateRule(Learning):
             is_long = had_always or math.exp(-usual["grown"] * steps / seen) < ALIVE
         if usual["grown"] and steps >= self.zero_run_steps and is_long:
             found = Verdict("zero_run", steps, self.zero_run_steps, tensor=numbers.name)
-            yield found.given(boost=boost, limit=_boost(math.inf, beta2))
+            yield found.given(boost=boost, limit=_boost(math.inf, numbers.beta2))
 
     def _judge_stagnant(self, tensors: Collection[AdamNumbers]) -> list[Verdict]:
         """Judge all weights together, because they share the learning rate and the dtype."""

@@ -108,14 +108,16 @@ def adam_statistics(
 
 
 def _values_of(optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> list[Tensor] | None:
-    """Return the flat values of weight, gradient and Adam's two states, if there are any."""
+    """Return the flat values of weight, gradient and Adam's states, if there are any."""
     state = optimizer.state.get(parameter, {})
     if not has_second_moments(optimizer, parameter):
         return None
     gradient = placed_like(gradient, parameter)  # on all ranks, also those without a part
     if not local_shard(gradient).numel():
         return None
-    tensors = map(local_shard, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
+    # With `amsgrad=True`, the step divides by the root of the highest second moment so far.
+    names = [n for n in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if n in state]
+    tensors = map(local_shard, (parameter, gradient, *(state[name] for name in names)))
     # Complex values are viewed as real and imaginary parts, as in torch's step.
     return [stored_values(t.to_dense() if t.is_sparse else t).reshape(-1) for t in tensors]
 
@@ -183,12 +185,14 @@ def _block_sums(
         return torch.segment_reduce(mask.float(), "sum", lengths=lengths_n, unsafe=True)
 
     beta1, beta2 = (float(b) for b in group["betas"])
-    weight, g, m, v = (part.float() for part in block)
+    weight, g, m, v, *highest = (part.float() for part in block)
     if isinstance(unscale, Tensor) or unscale != 1:
         g = g * unscale
     # Computed before the step, which overwrites the states.
     bias_n, factor_n = 1 - beta2**step_n, group["lr"] / (1 - beta1**step_n)
-    root = torch.addcmul(v * beta2, g, g, value=1 - beta2).div_(spread(bias_n)).sqrt_()
+    moment = torch.addcmul(v * beta2, g, g, value=1 - beta2)
+    moment = torch.maximum(moment, highest[0]) if highest else moment
+    root = moment.div_(spread(bias_n)).sqrt_()
     update = torch.lerp(m, g, 1 - beta1).div_(root + group["eps"])
     is_moving = g != 0
     # Steps that keep rounding errors or round stochastically do not stagnate.

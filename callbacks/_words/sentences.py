@@ -181,7 +181,8 @@ SENTENCES = {
     # --- what to do ------------------------------------------------------------------------------
     "one at a time": "Try these remedies one at a time.",
     "locate": "Add `NonFiniteLocator()` to find the module at fault.",
-    "clip": "Set `Trainer(gradient_clip_val={clip_val:.2g})`.",
+    "locate, locator": "See the alarm of `NonFiniteLocator`.",
+    "clip": "Set `{clipper}gradient_clip_val={clip_val:.2g}{by_norm})`.",
     "safe adam": "Clip updates with `SafeAdamW(clip_update_rms=1.0)`.",
     "warm up": "Lengthen the warm-up from {step} steps or more to {longer} steps.",
     "lower rate": "Lower the learning rate from {rate:.3g} to {fitting_rate:.2g}.",
@@ -203,7 +204,10 @@ SHARED = {
     "set_limits": "Pass `{plugin}(loss_scale=LossScaleConfig({limits}))`, or "
     "train with `{plugin}(half='bf16')`.",
     "find_source": "Add `NonFiniteLocator()` to find the source of these values.",
+    "find_source, locator": "Look for a division by 0, a logarithm of 0, or a softmax over a fully "
+    "masked row.",
 }
+# Of several keys with equally many tags, the first is used.
 REMEDIES = {
     "loss_scale_floor": "Check loss and data for NaN and for values far out of range. {keep_named}",
     "loss_scale_floor, static": "Pass `{plugin}(loss_scale='dynamic')`. {keep_named}",
@@ -218,13 +222,13 @@ REMEDIES = {
     "gradient_underflow": "Raise the loss scale by "
     "`{plugin}(loss_scale=LossScaleConfig({limits}))`, keep the module in fp32 by "
     "`{plugin}(fp32_modules=[{kept}'{owner}'])`, or train with `{plugin}(half='bf16')`.",
-    # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
-    "gradient_underflow, all": "{set_limits}",
     "gradient_underflow, wide": "No gradient reaches the parameter. Check that its branch is used, "
     "and lower the learning rate if its activations have died.",
+    # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
+    "gradient_underflow, all": "{set_limits}",
     "activation_non_finite": "{keep_tensor} {find_source}",
-    "activation_non_finite, locator": "{keep_tensor}",
     "activation_non_finite, wide": "{find_source}",
+    "activation_non_finite, locator": "{keep_tensor}",
     "activation_headroom": "{keep_tensor}",
     "activation_headroom, wide": "Put a norm before the module, or lower the learning rate to "
     "{lower_rate:.3g}.",
@@ -257,8 +261,8 @@ REMEDIES = {
     "output_gradient_non_finite": "{set_limits}",
     "output_gradient_non_finite, wide": "{find_source}",
     "output_gradient_headroom": "{set_limits}",
-    "output_gradient_headroom, wide": "Set `Trainer(gradient_clip_val=1.0)`, or lower the learning "
-    "rate to {lower_rate:.3g}.",
+    "output_gradient_headroom, wide": "Set `{clipper}gradient_clip_val=1.0{by_norm})`, or lower "
+    "the learning rate to {lower_rate:.3g}.",
     "output_gradient_underflow": "{keep_tensor}",
     "update_rms": "Use `SafeAdamW(clip_update_rms=1.0)`, or Adam with `betas=(0.9, 0.95)`.",
     "below_epsilon": "Lower epsilon to {lower_eps:g} with states in fp32, or use "
@@ -329,9 +333,9 @@ REMEDIES = {
     "warm-up.",
     "stalled_loss, long": "If the loss should have fallen by now, compare runs at a tenth of and "
     "at ten times the learning rate, and check that targets belong to their inputs.",
-    "gradient_trend": "Set `Trainer(gradient_clip_val={lowest:.2g})`, or lower the learning rate "
-    "to {lower_rate:.3g}.",
-    "gradient_trend, ending": "Set `Trainer(gradient_clip_val={lowest:.2g})`.",
+    "gradient_trend": "Set `{clipper}gradient_clip_val={lowest:.2g}{by_norm})`, or lower the "
+    "learning rate to {lower_rate:.3g}.",
+    "gradient_trend, ending": "Set `{clipper}gradient_clip_val={lowest:.2g}{by_norm})`.",
     "loss_spike": "Halve the learning rate.",
     "gradient_spike": "Halve the learning rate.",
     "non_finite_loss": "See the alarm of `NonFiniteLocator`.",

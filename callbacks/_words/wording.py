@@ -46,7 +46,7 @@ def words_for(verdict: Verdict, tags: Collection[str], **numbers: Any) -> tuple[
     holds = {*tags, *verdict.tags}
     if "fp16" in verdict.tags:  # the tensor is in fp16, whatever the precision of the run
         holds.discard("wide")
-    remedies = [SENTENCES[key] for key in verdict.remedies]
+    remedies = [_choose(SENTENCES, key, holds) for key in verdict.remedies]
     if len(remedies) > 1:
         remedies.insert(0, SENTENCES["one at a time"])
     remedies = remedies or [_choose(REMEDIES, verdict.kind, holds)]

@@ -34,6 +34,7 @@ SAMPLES: dict[str, Any] = {
     **{"step": 200, "longer": 400, "fitting_rate": 5e-4, "clip_val": 1.2, "located": "layers.3"},
     **{"tensor": "layers.0.mlp"},
     **PLUGIN,
+    **{"clipper": "Trainer(", "by_norm": ""},
     **{"located_step": 190, "strange": 4, "samples": 5, "even": 0.125, "other": "image"},
 }
 # Value and threshold of kinds that are not judged by a share.

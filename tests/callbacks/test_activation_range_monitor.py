@@ -1,6 +1,7 @@
 """`ActivationRangeMonitor` reports activations near a limit of their dtype, and clamped values."""
 
 import dataclasses
+import math
 from contextlib import ExitStack
 from typing import Any
 
@@ -103,6 +104,13 @@ def test_static_loss_scale_near_the_limit_raises_an_alarm_whose_remedy_is_accept
     advice = alarm.remedy.split("`")[1]
     assert advice == "PureFP16(loss_scale=LossScaleConfig(min_scale=0.5, max_scale=0.5))"
     assert eval(advice).scaler.scale == 0.5
+
+
+def test_remedy_for_gradients_of_a_lost_loss_is_no_lower_loss_scale() -> None:
+    watcher = ActivationRangeMonitor(every_n_steps=1, backward=True)
+    model = Watched(perceptron, still, steps=6, factor=lambda step: [1.0, math.nan][step > 3])
+    watch(model, [watcher], BalancedAMP(half="fp16"))
+    assert "NonFiniteLocator()" in first(watcher, "output_gradient_non_finite").remedy
 
 
 @pytest.mark.slow

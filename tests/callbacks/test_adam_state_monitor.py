@@ -82,6 +82,30 @@ def test_statistics_equal_a_float64_reference() -> None:
     assert list(AdamField)[-1] == 11
 
 
+def test_update_of_amsgrad_is_that_of_its_step() -> None:
+    parameter = nn.Parameter(torch.randn(50))
+    optimizer, row, before = Adam([parameter], lr=0.1, amsgrad=True), Tensor(), parameter
+    for size in (10.0, *[0.01] * 200):  # its second moment does not decay
+        parameter.grad = torch.randn(50) * size
+        (row,) = adam_statistics(optimizer, [parameter], [parameter.grad], 1.0)
+        before = parameter.detach().clone()
+        optimizer.step()
+    update = (parameter.detach() - before).double().square().sum()
+    assert row[AdamField.SQUARED_UPDATE].item() == pytest.approx(update.item(), rel=1e-3)
+
+
+def test_alarm_names_the_epsilon_of_the_group() -> None:
+    def two_groups(parameters: Any) -> Adam:
+        weight, *others = parameters
+        return steady([{"params": [weight]}, {"params": others, "eps": 1e3}])
+
+    watcher = monitor()
+    watch(Watched(None, two_groups, steps=10), [watcher])
+    alarm = first(watcher, "below_epsilon")
+    assert alarm.tensor != "network.0.weight"
+    assert "eps=1000," in alarm.message or "eps=1000." in alarm.message
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stagnant_weights_are_those_that_a_step_does_not_change(
     dtype: torch.dtype,

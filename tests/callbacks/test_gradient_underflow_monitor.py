@@ -215,6 +215,18 @@ def test_loss_of_exactly_zero_is_no_underflow() -> None:
     assert dict(watcher.history.curves["gradient_zero_share"])[50] == 1
 
 
+def test_remedy_for_lost_gradients_in_fp32_is_no_loss_scale() -> None:
+    def stop(module: Any, step: int) -> None:
+        for parameter in module.parameters() if step == 60 else []:
+            parameter.register_hook(torch.zeros_like)
+
+    watcher = monitor()
+    watch(Watched(lambda: nn.Linear(16, 1), still, steps=100, sabotage=stop), [watcher])
+    (alarm,) = (a for a in watcher.alarms if a.tensor == "all gradients")
+    assert "There are 2 such tensors." in alarm.message
+    assert "loss_scale" not in alarm.remedy
+
+
 def test_frozen_parameter_is_not_measured() -> None:
     network = perceptron()
     network[0].requires_grad_(False)

@@ -317,6 +317,24 @@ class Renamed(AdamW):
         return loss
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_monitors_accept_a_shared_weight_that_the_optimizer_holds_twice(tmp_path: Path) -> None:
+    model = Watched(make_optimizer=lambda p: AdamW([first := next(p), *p, first]), steps=12)
+    monitors = [*all_monitors(), ParameterMonitor()]
+    make_trainer(callbacks=monitors, default_root_dir=tmp_path, max_epochs=1).fit(model)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_monitors_accept_a_batch_that_training_step_skips(tmp_path: Path) -> None:
+    class Skips(Watched):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if batch_idx % 5 else None
+
+    collector = TensorCollector(collect=["outputs"])
+    monitors = [*all_monitors(), RepresentationMonitor(modules=["network.0"]), collector]
+    make_trainer(callbacks=monitors, default_root_dir=tmp_path, max_epochs=1).fit(Skips(steps=12))
+
+
 def test_adam_monitor_skips_groups_without_betas(tmp_path: Path) -> None:
     monitor = AdamStateMonitor(every_n_steps=1)
     trainer = make_trainer(callbacks=[monitor], default_root_dir=tmp_path, max_epochs=1)

@@ -13,6 +13,7 @@ from lightning_mp import BalancedAMP, InfCLStrategy, PureFP16
 from lightning_mp.callbacks import RepresentationMonitor
 from lightning_mp.callbacks._rules.representation import RepresentationRule
 from lightning_mp.contrastive import ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
+from tests.callbacks.models import Watched, watch
 from tests.precision.models import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
@@ -248,3 +249,12 @@ def test_scale_at_its_limit_is_a_note() -> None:
             for v in rule.scale("loss", value)]  # fmt: skip
     assert [(v.kind, v.severity, v.value) for v in said] == [("temperature_clamped", "info", 100.0)]
     assert [v for _ in range(9) for v in rule.scale("other", 20.0)] == []
+
+
+def test_tokens_of_a_single_sample_are_measured() -> None:
+    def tokens() -> nn.Module:
+        return nn.Sequential(nn.Unflatten(0, (1, 32)), nn.Linear(16, 8), nn.Linear(8, 1))
+
+    monitor = RepresentationMonitor(modules=["network.1"], every_n_steps=1)
+    watch(Watched(tokens, steps=5), [monitor])
+    assert len(monitor.history.curves["feature_spread"]) == 5

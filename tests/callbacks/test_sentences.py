@@ -53,6 +53,15 @@ def test_several_remedies_are_alternatives() -> None:
     assert words_for(two, ())[1] == expected
 
 
+def test_remedies_in_a_run_with_a_locator_do_not_add_one() -> None:
+    lost = Verdict("non_finite_loss", float("nan"), remedies=("locate",))
+    assert (
+        words_for(lost, ("locator",), of_optimizer="")[1] == "See the alarm of `NonFiniteLocator`."
+    )
+    found = Verdict("activation_non_finite", 3.0, tensor="head", numbers={"dtype": "bfloat16"})
+    assert words_for(found, ("locator", "wide"))[1].startswith("Look for a division by 0")
+
+
 def test_ordinals_are_english() -> None:
     written = [f"{_Number(count):th}" for count in (1, 3, 9, 11, 12, 13, 21, 22, 103, 111)]
     assert written == [

@@ -186,6 +186,31 @@ def test_gradient_spike_that_was_clipped_is_a_note(tmp_path: Path) -> None:
     assert "It is clipped to 0.1. This needs no remedy." in note.message
 
 
+def test_clipping_by_value_does_not_make_a_gradient_spike_a_note(tmp_path: Path) -> None:
+    guard, model = SpikeGuard(), PlantedModel({100: "gradient only"}, None, warm_up)
+    clips = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
+    fit(model, make_batches(102), guard, default_root_dir=tmp_path, **clips)
+    (alarm,) = guard.alarms
+    assert (alarm.kind, alarm.severity) == ("gradient_spike", "warning")
+    assert ", gradient_clip_algorithm='norm')`" in alarm.remedy
+
+
+def test_remedy_in_manual_optimization_clips_there(tmp_path: Path) -> None:
+    class ByHand(PlantedModel):
+        automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()  # type: ignore[union-attr]
+
+    guard = SpikeGuard()
+    fit(ByHand({100: "explosion"}), make_batches(102), guard, default_root_dir=tmp_path)
+    # Lightning refuses `Trainer(gradient_clip_val=...)` in manual optimization.
+    assert "`self.clip_gradients(optimizer, gradient_clip_val=" in guard.alarms[0].remedy
+    assert "Trainer(" not in guard.alarms[0].remedy
+
+
 def test_signals_are_unscaled_and_summed_over_micro_batches(tmp_path: Path) -> None:
     def curves(**options: Any) -> list[Tensor]:
         guard = SpikeGuard()

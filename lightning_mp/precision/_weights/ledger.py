@@ -212,9 +212,9 @@ def _names_of(root: nn.Module) -> dict[int, str]:
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
-    """Yield the parameters of all groups of an optimizer."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    """Yield the parameters of all groups of an optimizer, each once."""
+    # torch only warns if a group holds a shared weight twice.
+    yield from {id(p): p for group in optimizer.param_groups for p in group["params"]}.values()
 
 
 class ModuleUsers:
