@@ -260,8 +260,8 @@ def _norms_of_group(gradients: list[Tensor]) -> Tensor:
         small = [g for g in gradients if g.numel() < _LARGE]
         if len(small) < len(gradients):
             norms = iter(torch._foreach_norm(small, 2) if small else ())
-            flat = map(flat_values, gradients)
-            each = (next(norms) if x.numel() < _LARGE else x.dot(x).sqrt_() for x in flat)
+            large = (flat_values(g) if g.numel() >= _LARGE else None for g in gradients)
+            each = (next(norms) if x is None else x.dot(x).sqrt_() for x in large)
             return torch.stack([*each])
     in_fp32 = torch.float32 if first.dtype.itemsize < 4 else None
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=in_fp32))
