@@ -109,7 +109,13 @@ class ServesTowers(ForLightning, _Strategy):
             self._average = GradientAverage()
             context = self.precision_plugin.train_step_context
             state = self._cache.state_dict()  # a checkpoint may have been loaded before
-            self._cache = self._make_cache(device=self.root_device, context=context)
+            self._cache = self._make_cache(
+                # Read here, because a user may have set them after an earlier fit.
+                micro_batch_size=self.micro_batch_size,
+                prefetch=self.prefetch,
+                device=self.root_device,
+                context=context,
+            )
             self._cache.declared.owner, self._cache.declared.agree = self, self._on_any_rank
             self._cache.load_state_dict(state)
 

@@ -158,6 +158,14 @@ def test_inf_cl_towers_run_plainly_in_validation_and_test() -> None:
     assert "_compiled_call_impl" not in vars(model.visual)
 
 
+def test_inf_cl_a_micro_batch_size_set_later_counts_in_the_next_fit() -> None:
+    strategy, model = InfCLStrategy(micro_batch_size=8), TinyCLIP()
+    model.visual = nn.Sequential(SeesRows(), model.visual)
+    strategy.micro_batch_size = 4  # such as after running out of memory
+    make_trainer(strategy, max_steps=1).fit(model, loader(8, 8))
+    assert model.visual[0].rows[-4:] == [4, 4, 4, 4]  # two runs of two micro-batches
+
+
 def test_inf_cl_offload_to_host_keeps_the_dtype_of_the_data_set() -> None:
     images = torch.randint(0, 255, (8, WIDTH_IN), dtype=torch.uint8)
     data = DataLoader(TensorDataset(images, torch.randn(8, WIDTH_IN)), batch_size=8)
