@@ -26,6 +26,7 @@ from lightning_mp.callbacks._step.training_state import Moment, TrainingStep, st
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.contrastive.loss import ContrastiveLoss
 from lightning_mp.contrastive.matryoshka import MatryoshkaLoss
+from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.precision._choice.module_selection import as_written, find_modules
 
@@ -237,7 +238,7 @@ def _sketch(unit: Tensor) -> Tensor:
     # Half-precision plugins change the default dtype during a step.
     shape = unit.shape[-1], _PROJECTIONS
     projections_DP = torch.randn(shape, generator=generator, dtype=unit.dtype)
-    projected = unit @ projections_DP.to(unit.device, non_blocking=True)
+    projected = unit @ send(projections_DP, unit.device)
     values = torch.cat([projected, projected.square()], dim=-1)
     # Tokens of one sample depend on each other, so samples are counted.
     samples = values.flatten(1, -2).mean(dim=1) if values.ndim > 2 else values

@@ -2,7 +2,6 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -22,6 +21,7 @@ from lightning_mp.callbacks._step.rewinding import Rewinder
 from lightning_mp.callbacks._step.skipping import StepSkipper
 from lightning_mp.callbacks._step.training_state import (
     TrainingStep,
+    gather_objects,
     learning_rate_of,
     loss_scale_of,
     step_of,
@@ -312,7 +312,7 @@ class SpikeGuard(InstabilityMonitor):
             # Consecutive spikes are a new level; see `is_new_level`.
             if self._runs[key] == self.patience and kind != "spike":
                 tags = ("skipped",) if self._skips >= self.patience else ()
-                if self.action == "skip" and _are_lost(trainer.lightning_module.parameters()):
+                if self.action == "skip" and _are_lost(trainer):
                     tags, self._is_lost = ("lost",), True
                 run = Verdict("non_finite_run", self.patience, self.patience, "error", tags=tags)
                 verdicts.append(run.given(first_bad=first_bad))
@@ -384,6 +384,8 @@ class SpikeGuard(InstabilityMonitor):
         self._rewinder.load_state_dict(state_dict["rewinder"])
 
 
-def _are_lost(weights: Iterable[Tensor]) -> bool:
-    """Return whether any weight is NaN or inf."""
-    return any(not local_shard(p.detach()).isfinite().all() for p in weights)
+def _are_lost(trainer: pl.Trainer) -> bool:
+    """Return whether any weight of any rank is NaN or inf; a collective."""
+    weights = trainer.lightning_module.parameters()
+    lost = any(not local_shard(p.detach()).isfinite().all() for p in weights)
+    return any(gather_objects(trainer, lost))  # a shard may be the only one that is lost

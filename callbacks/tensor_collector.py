@@ -169,7 +169,8 @@ class TensorCollector(SamplingMonitor):
                 self.recorder.hooks.enter_context(hook)
 
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():  # a compiled function traces this hook
+        # A compiled function traces this hook, and a backward may repeat the forward.
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return
         tensors = [t for t in tensors_in(output) if t.dtype in VALUE_DTYPES]
         with outside_transforms():

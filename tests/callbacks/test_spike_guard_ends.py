@@ -1,6 +1,7 @@
 """`SpikeGuard` ends a run before the bad step."""
 
 import pickle
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_mp.callbacks.monitor import InstabilityWarning
 from lightning_mp.callbacks.spike_guard import SpikeGuard
 from tests.callbacks.spike_models import PlantedModel, fit, kinds, make_batches
 from tests.callbacks.test_spike_guard import OPTIMIZERS, SETUPS, TwoPlayers, quick, warm_up
+from tests.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
 
@@ -145,7 +147,7 @@ class Loses(pl.Callback):
     """Makes a weight NaN before the bad step."""
 
     def on_train_batch_start(self, _: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == BAD:
+        if batch_idx == BAD and pl_module.global_rank == pl_module.trainer.world_size - 1:
             next(pl_module.parameters()).data.fill_(torch.nan)
 
 
@@ -156,3 +158,18 @@ def test_skip_ends_a_run_whose_weights_are_lost(tmp_path: Path) -> None:
     fit(PlantedModel({}), make_batches(60), guard, Loses(), default_root_dir=tmp_path, **limits)
     assert kinds(guard) == [(BAD, "non_finite_loss"), (BAD + 4, "non_finite_run")]
     assert "Training stops" in guard.alarms[-1].message
+
+
+def lose(rank: int) -> Any:
+    warnings.simplefilter("ignore")
+    guard, model = quick(action="skip", patience=5), PlantedModel()
+    fit(model, make_batches(120), guard, Loses(), devices=2, strategy="ddp")
+    return kinds(guard), model.seen[-1]
+
+
+@pytest.mark.distributed
+def test_skip_ends_all_ranks_if_the_weights_of_one_are_lost() -> None:
+    # A shard may be the only one with NaN. A rank that trains on would wait for the others.
+    first, second = run_ranks(lose, 2)
+    assert first == second
+    assert first[0][-1][1] == "non_finite_run"

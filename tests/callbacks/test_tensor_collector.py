@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import BalancedAMP, InstabilityReport, PureFP16, TensorCollector
 from tests.callbacks.models import Watched, watch
@@ -148,6 +149,20 @@ def test_collector_merges_outputs_of_micro_batches(tmp_path: Path) -> None:
         assert values(sample, "norm") == pytest.approx(expected, rel=REL, nan_ok=True)
         assert values(sample, "count")["outputs/network.3"] == twice.numel()
     assert not model.network[2]._forward_hooks  # between samples there are none
+
+
+def test_collector_counts_outputs_once_if_the_backward_repeats_the_forward(tmp_path: Path) -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def network() -> nn.Module:
+        return Checkpointed(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    collector = TensorCollector(collect=["outputs"], dirpath=str(tmp_path / "mine"))
+    watch(Watched(network, steps=1), [collector])
+    counts = values(samples_of(tmp_path / "mine")[0], "count")
+    assert counts["outputs/network.0"] == 32 * 8
 
 
 def test_collector_writes_frozen_weights_and_weights_of_every_optimizer(tmp_path: Path) -> None:
