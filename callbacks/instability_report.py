@@ -34,7 +34,8 @@ from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
 __all__ = ["InstabilityReport"]
 
 # Names of logged metrics that are the loss of a validation, such as `val_loss` and `loss/valid`.
-_VALIDATION = re.compile(r"(^|[_/.-])val(id(ation)?)?([_/.-]).*loss|loss.*[_/.-]val", re.IGNORECASE)
+_WORD = r"[_/.-]val(id(ation)?)?[_/.-]"  # not `loss_value`
+_VALIDATION = re.compile(rf"{_WORD}.*loss|loss.*{_WORD}", re.IGNORECASE)
 _REST = 20  # times the duration of the last write: at most 5% of a run
 
 
@@ -210,7 +211,8 @@ class InstabilityReport(InstabilityMonitor):
         if trainer.sanity_checking or self._wanted is None:
             return
         losses = [loss for each in gather_objects(trainer, of_rank) for loss in each]
-        logged = (v for name, v in trainer.callback_metrics.items() if _VALIDATION.search(name))
+        named = trainer.callback_metrics.items()
+        logged = (value for name, value in named if _VALIDATION.search(f"/{name}/"))
         loss = statistics.fmean(losses) if losses else next(logged, None)
         points = self.history.curves.get("loss", [])
         trained = [value for step, value in points if step > self._validated]
