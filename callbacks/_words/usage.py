@@ -49,7 +49,8 @@ USAGE = {
     "least two rows.",
     "preflight_rank": "The step failed on another rank.",
     "preflight_no_loss": "`training_step` returned no loss.",
-    "preflight_not_finite": "The loss is {loss} in fp32, so half precision is not the cause.",
+    "preflight_not_finite": "The loss is {loss} in fp32, too, so the cause is not half precision "
+    "in this step. Check the weights and the batch.",
     # --- while training --------------------------------------------------------------------------
     "kept_on_disk": "`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of {size:,} "
     "bytes each on disk, {total:,} bytes in all.",

@@ -250,7 +250,7 @@ def callbacks(run: StartedRun) -> Iterator[Finding]:
 
 def tensor_cores(run: StartedRun) -> Iterator[Finding]:
     """Linear layers have sizes that 8 does not divide."""
-    computes_half = run.trainer is not None and run.trainer.precision != "32-true"
+    computes_half = run.trainer is not None and run.trainer.precision not in ("32-true", "64-true")
     if run.model is None or not computes_half:
         return
     odd = [

@@ -24,7 +24,8 @@ def preflight(settings: dict[str, Any], steps: int = 4, dirpath: str | None = No
     run = start(settings, callback=callback, num_sanity_val_steps=0, limit_val_batches=0)
     if run.error is not None:
         raise ValueError(f"the run fails: {run.reason}{run.place}")
-    if callback.result is None:
+    # A later batch may fail, such as of weights that fp16 states have made NaN.
+    if callback.failure is not None or callback.result is None:
         raise ValueError(callback.failure or "the run has no batch.")
     print("\n".join([callback.text, *(f"\nNote: {note}" for note in run.notes)]))
     if callback.path is not None:

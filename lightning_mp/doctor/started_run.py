@@ -61,11 +61,13 @@ class StartedRun:
 
     @property
     def place(self) -> str:
-        """The type of the error and its last line in code of no installed package, or nothing."""
+        """The type of the error, and `ckpt_path` or the last line outside of installed packages."""
         place = ""
         for frame, line in traceback.walk_tb(getattr(self.error, "__traceback__", None)):
             path, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
             is_installed = "-packages" in path or path.startswith(sysconfig.get_path("stdlib"))
+            if module.endswith(".checkpoint_connector") and self.settings.get("ckpt_path"):
+                place = f" ({type(self.error).__name__} in `ckpt_path`)"
             if not is_installed and module.partition(".")[0] != "lightning_mp":
                 name = f"{type(self.error).__name__} in {os.path.basename(path)}"
                 place = f" ({name}, line {line})"
@@ -103,6 +105,7 @@ class _StopsAfterSetUp(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run.is_set_up = True
         try:
+            trainer._checkpoint_connector.restore_training_state()  # `fit` does it after this hook
             trainer.fit_loop.setup_data()
         except Exception as error:
             self._run.error = error
@@ -159,8 +162,9 @@ def _set_up(run: StartedRun, callback: Callback, trainer: dict[str, Any]) -> Non
     path = run.settings.get("ckpt_path")
     # A folder is a sharded checkpoint, which needs the ranks of the run.
     loaded = path if isinstance(callback, _StopsAfterSetUp) and os.path.isfile(str(path)) else None
-    if isinstance(path, str) and os.path.splitext(path)[1] and loaded is None:
-        why = "was not loaded" if os.path.exists(path) else "does not exist on this machine"
+    is_word = str(path).partition(":")[0] in ("best", "last", "hpc", "registry")
+    if path and not is_word and loaded is None:
+        why = "was not loaded" if os.path.exists(str(path)) else "does not exist on this machine"
         run.notes.append(f"`ckpt_path: {path}`, which {why}.")
     options = {k: v for k, v in run.settings.items() if k == "weights_only"}
     try:
@@ -199,9 +203,11 @@ def _on_this_machine(run: StartedRun) -> dict[str, Any]:
 def _in_this_process(strategy: Any) -> Any:
     """Return a strategy that starts no processes and has the backend of this machine."""
     if isinstance(strategy, dict) and strategy.get("init_args"):
-        removed = "start_method", "process_group_backend"
-        arguments = {k: v for k, v in strategy["init_args"].items() if k not in removed}
-        return {**strategy, "init_args": arguments}
+        name, given = class_and_arguments(strategy)
+        removed = {"start_method", "process_group_backend"}
+        if name == "ModelParallelStrategy":  # of the machines of the run
+            removed |= {"data_parallel_size", "tensor_parallel_size"}
+        return {**strategy, "init_args": {k: v for k, v in given.items() if k not in removed}}
     is_name = isinstance(strategy, str)
     return re.sub(r"^ddp_(spawn|fork|notebook)", "ddp", strategy) if is_name else strategy
 

@@ -118,7 +118,7 @@ def pairs_of(text: str, option: str) -> int:
         pairs = round(float(number) * factor)
     except (ValueError, OverflowError):
         pairs = 0
-    if pairs < 1:
+    if not 1 <= pairs < 2**63:
         raise ValueError(
             f"Passed `{option} {text}`. It must be a number of pairs, such as 4096, 64k or 10M."
         )

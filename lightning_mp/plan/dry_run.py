@@ -147,8 +147,9 @@ class DryRun:
             try:
                 found = [find_tower(model, name) for name in towers]
             except ValueError:
-                # Last, because the hook may shard weights over a mesh, which does not exist here.
-                model.configure_model()
+                # Last, because the hook may shard towers over a mesh, which is `None` here.
+                with contextlib.suppress(TypeError):
+                    model.configure_model()
                 found = [find_tower(model, name) for name in towers]
         if fake:
             blank(model)

@@ -112,23 +112,27 @@ def _of_transformers(name: str) -> _Built:
             # Otherwise transformers would query the hub.
             config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         except OSError as error:
+            if os.path.exists(name):  # its config.json cannot be read
+                raise
             raise ValueError(
                 f"Passed `--model {name}`, whose configuration is not on this machine, and `plan` "
                 "downloads nothing. Pass a folder with its config.json, or a name of "
                 f"{', '.join(CLIP_SIZES)}."
             ) from error
     # `Siglip2Model` has images of any size.
-    size = getattr(getattr(config, "vision_config", None), "image_size", None)
-    if size is None or not hasattr(config, "text_config"):
+    size: Any = getattr(getattr(config, "vision_config", None), "image_size", None)
+    model: Any = None
+    if size is not None and hasattr(config, "text_config"):
+        with _without_initial_values():
+            model = make(config)
+    names = "get_image_features", "get_text_features"
+    if not all(hasattr(model, each) for each in names):
         raise ValueError(
             f"Passed `--model {name}`. `plan` needs a tower for images of a fixed size and one for "
             f"texts, which {type(config).__name__} does not describe. Pass a model with both, such "
             "as `CLIPModel` or `SiglipModel`, or the YAML file of your own run by `--config`."
         )
-    with _without_initial_values():
-        model = make(config)
-    tokens = config.text_config.max_position_embeddings
-    return model, ("get_image_features", "get_text_features"), size, tokens
+    return model, names, size, config.text_config.max_position_embeddings
 
 
 def _clip_config(name: str) -> Any:

@@ -134,6 +134,9 @@ def _time_rows(
 
 def advice(subject: Subject, machine: Machine, batch: int) -> str:
     """Return one sentence: whether the batch fits, and what to change if not."""
+    sharded = "InfCLModelParallelStrategy"
+    strategy = sharded if subject.is_sharded else "InfCLStrategy"
+    more = "or more GPUs" if subject.is_sharded else f"or `{sharded}`, which shards weights"
     need = partial(memory, METHODS[-1], batch, machine=machine)
     # Micro-batches below an eighth would slow the towers down.
     choices = (
@@ -155,7 +158,7 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
             f"take a batch of {by_device:,}, a smaller micro-batch, or more GPUs."
             if by_device
             else f"no batch fits beside {_size(needed.static)} of static memory. Take a smaller "
-            "micro-batch, larger GPUs, or `InfCLModelParallelStrategy`, which shards weights."
+            f"micro-batch, larger GPUs, {more}."
         )
         return (
             f"{batch:,} pairs need {_size(needed.peak)} a GPU of {_size(machine.gpu_bytes)}"
@@ -179,7 +182,7 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
         return (
             f"{batch:,} pairs need {_size(asked.peak)} of {_size(machine.gpu_bytes)} a GPU, "
             f"{_size(asked.data)} of it data, and {_size(asked.host)} of "
-            f"{_size(machine.host_bytes)} a node: pass `InfCLStrategy({', '.join(passed)})`, and "
+            f"{_size(machine.host_bytes)} a node: pass `{strategy}({', '.join(passed)})`, and "
             f"load {loaded:,} pairs at a time."
         )
     return (

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_mp._nested import map_tensors, tensors_in
 from lightning_mp.gradient_cache._served.towers import Tower
+from lightning_mp.numerics.tensor_stats import stored_values
 from lightning_mp.plan.subject import StaticBytes, TowerBytes
 
 __all__ = ["SIZES", "blank", "computing_in", "measure_towers"]
@@ -75,13 +76,12 @@ class _Counter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Storages of arguments, such as weights, existed before.
-        known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        known = {storage._cdata for storage in _storages((args, kwargs))}
         returned = func(*args, **kwargs)
         # `FlopCounterMode` would keep recomputed activations in memory.
         if count := flop_registry.get(func._overloadpacket):
             self.flops += count(*args, **kwargs, out_val=returned)
-        for tensor in tensors_in(returned):
-            storage = tensor.untyped_storage()
+        for storage in _storages(returned):
             if storage._cdata not in known and storage._cdata not in self._alive:
                 self._add(storage)
         self.timeline.append(self._bytes)
@@ -96,6 +96,10 @@ class _Counter(TorchDispatchMode):
 
         self._bytes += size
         self._alive[key] = weakref.ref(storage, free)
+
+
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    return [stored_values(tensor).untyped_storage() for tensor in tensors_in(value)]
 
 
 @dataclass(frozen=True)

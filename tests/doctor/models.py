@@ -37,6 +37,9 @@ class CLIP(pl.LightningModule):
             self.visual.compile(backend="eager")
         self.loss = ContrastiveLoss()
 
+    def configure_model(self) -> None:
+        """Shard nothing; `ModelParallelStrategy` needs the hook."""
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         image, text = (F.normalize(t(x), dim=-1) for t, x in zip((self.visual, self.text), batch))  # noqa: B905
         return self.loss(image, text, 10.0)

@@ -4,11 +4,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
 
 from lightning_mp.cli import main
+from tests.doctor import models
+from tests.quiet import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODEL, DATA = "tests.doctor.models.CLIP", "tests.doctor.models.Pairs"
@@ -138,6 +141,7 @@ def test_planted_mistake_is_found_until_it_is_corrected(
         {"strategy": "ddp_spawn_find_unused_parameters_true"},
         {"strategy": plugin("InfCLStrategy", start_method="spawn", micro_batch_size=8)},
         {"strategy": plugin("DDPStrategy", process_group_backend="nccl")},
+        {"strategy": plugin("ModelParallelStrategy", data_parallel_size=4, tensor_parallel_size=2)},
     ],
 )
 def test_correct_config_has_no_findings(
@@ -199,6 +203,42 @@ def test_errors_before_the_first_batch_are_findings_with_whole_sentences(
     assert "The run ends before its first batch: `train_dataloader` must be implemented" in said
     assert "Change: Correct the setting that the error names." in said
     assert said.endswith("exit 1")
+
+
+@pytest.mark.slow
+def test_checkpoint_that_cannot_be_restored_is_a_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = pl.Trainer(**QUIET, max_steps=1)
+    trainer.fit(models.CLIP(), models.Pairs())
+    path = tmp_path / "run.ckpt"
+    for weights_only, reason in ((True, "checkpoint contains only the model"), (False, "")):
+        trainer.save_checkpoint(path, weights_only)
+        said = told(config({"devices": 1}, ckpt_path=str(path)), tmp_path, capsys)
+        assert reason in said
+        assert ("(KeyError in `ckpt_path`)" in said) == said.endswith("exit 1") == weights_only
+    path.write_bytes(path.read_bytes()[:4000])  # as after a full disk
+    said = told(config({"devices": 1}, ckpt_path=str(path)), tmp_path, capsys)
+    assert "Error in `ckpt_path`)" in said
+    (folder := tmp_path / "sharded").mkdir()
+    said = told(config({"devices": 1}, ckpt_path=str(folder)), tmp_path, capsys)
+    assert f"Not checked: `ckpt_path: {folder}`, which was not loaded." in said
+
+
+@pytest.mark.slow
+def test_sizes_for_tensor_cores_do_not_matter_in_double_precision(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(config({"precision": "64-true"}, model={"width": 12}), tmp_path, capsys)
+    assert "Nothing found by 14 checks." in said
+
+
+@pytest.mark.slow
+def test_preflight_fails_if_an_earlier_step_has_made_weights_nan(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config({"precision": "16-true", "devices": 1})))
+    with pytest.raises(SystemExit, match="The loss is nan in fp32, too"):
+        main(["preflight", "--config", str(path)])
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import yaml
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp._config_files import read_config
@@ -83,6 +84,29 @@ class MadeLater(WithLoader):
 
     def configure_model(self) -> None:
         self.text = nn.Linear(6, 8)
+
+
+class ShardsTowers(WithLoader):
+    """Makes towers and shards them in one hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = self.text = None
+
+    def configure_model(self) -> None:
+        self.visual, self.text = nn.Linear(12, 8), nn.Linear(6, 8)
+        fully_shard(self.visual, mesh=self.device_mesh["data_parallel"])
+
+
+class Sparse(WithLoader):
+    """Has sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.EmbeddingBag(100, 8, sparse=True)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(96, 12), torch.ones(96, 6).long()), ROWS)
 
 
 class FiveTexts(WithLoader):
@@ -158,6 +182,17 @@ def test_wrong_arguments_of_the_strategy_are_refused(tmp_path: Path) -> None:
 
 def test_towers_made_by_hooks_are_found(tmp_path: Path) -> None:
     assert set(subject(tmp_path, MadeLater).towers) == {"visual", "text"}
+
+
+def test_towers_made_by_the_hook_that_shards_them_are_found(tmp_path: Path) -> None:
+    found = subject(tmp_path, ShardsTowers, strategy="inf_cl_fsdp2")
+    assert set(found.towers) == {"visual", "text"}
+
+
+def test_sparse_gradients_are_counted(tmp_path: Path) -> None:
+    found = subject(tmp_path, Sparse)
+    assert found.found == "on tensors without memory"
+    assert found.towers["text"].parameters == 100 * 8
 
 
 def test_texts_of_an_image_count_for_its_pair(tmp_path: Path) -> None:

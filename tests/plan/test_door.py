@@ -132,6 +132,9 @@ def test_folder_in_the_working_directory_is_a_model(
     Path("mine/config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(SystemExit, match="`--model mine`.*which BertConfig does not describe"):
         main(["plan", "--model", "mine", "--batch", "1k"])
+    Path("mine/config.json").write_text('{"model_type": "be')  # as after a broken download
+    with pytest.raises(SystemExit, match="mine/config.json' is not a valid JSON file"):
+        main(["plan", "--model", "mine", "--batch", "1k"])
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,7 @@ def test_folder_in_the_working_directory_is_a_model(
     [
         ("ViTModel", "texts, which ViTConfig does not describe"),
         ("Siglip2Model", "texts, which Siglip2Config does not describe"),
+        ("XCLIPModel", "`--model XCLIPModel`. `plan` needs a tower for images of a fixed size"),
         ("CLIPConfig", "Passed `--model CLIPConfig`. It must be one of"),
     ],
 )

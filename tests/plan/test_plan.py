@@ -150,6 +150,14 @@ def test_advice_names_what_to_change(gpu: int, host: int, batch: int, said: str)
     assert said in advice(_subject(), Machine(8, gpu * GIB, host * GIB, 8), batch)
 
 
+def test_advice_for_sharded_weights_keeps_them_sharded() -> None:
+    sharded = _subject(is_sharded=True)
+    said = advice(sharded, Machine(8, 80 * GIB, 100 * GIB, 8), 65_536)
+    assert "pass `InfCLModelParallelStrategy(loader_batches_per_step=16)`" in said
+    said = advice(sharded, Machine(8, GIB // 8, 1000 * GIB, 8), 8192)
+    assert said.endswith("Take a smaller micro-batch, larger GPUs, or more GPUs.")
+
+
 def test_plan_without_arguments_lists_the_options() -> None:
     with pytest.raises(SystemExit, match="pass either `--config` or `--model`"):
         main(["plan"])
@@ -175,10 +183,13 @@ def test_option_out_of_range_is_refused(option: str, accepted: str) -> None:
         main(["plan", "--model", "ViT-B/32", "--batch", "64k", f"--{option}"])
 
 
+@pytest.mark.parametrize("pairs", ["x", "1e99"])
 @pytest.mark.parametrize("option", ["--batch", "--pairs"])
-def test_wrong_number_of_pairs_is_refused_before_the_model_is_missed(option: str) -> None:
-    with pytest.raises(SystemExit, match=f"Passed `{option} x`. It must be a number of pairs"):
-        main(["plan", option, "x"])
+def test_wrong_number_of_pairs_is_refused_before_the_model_is_missed(
+    option: str, pairs: str
+) -> None:
+    with pytest.raises(SystemExit, match=f"`{option} {pairs}`. It must be a number of pairs"):
+        main(["plan", option, pairs])
 
 
 @pytest.mark.sweep
