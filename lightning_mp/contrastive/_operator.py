@@ -114,6 +114,8 @@ def _define(name: str, *tags: torch.Tag) -> Any:
     )
     operator.register_fake(_fake)
     operator.register_autograd(_differentiate, setup_context=_save_for_backward)
+    # Shapes alone have no dtype and device.
+    register_flop_formula(getattr(torch.ops.lightning_mp, name), get_raw=True)(_flops)
     return operator
 
 
@@ -168,16 +170,11 @@ def _differentiate(ctx: Any, cotangent: Tensor, *_: Any) -> tuple[Tensor | None,
     return (*gradients, *(None for _ in range(ctx.inputs - len(gradients))))
 
 
-contrastive_loss = _define("contrastive_loss")
-# A second name, so that only calls that need the host are kept out of CUDA graphs.
-_on_host = _define("contrastive_loss_on_host", torch.Tag.cudagraph_unsafe)
-
-
-@register_flop_formula(
-    [torch.ops.lightning_mp.contrastive_loss, torch.ops.lightning_mp.contrastive_loss_on_host],
-    # Without it, the formula would get shapes without dtype and device.
-    get_raw=True,
-)
 def _flops(*values: Any, **_: Any) -> int:
     request = Request(*values)
     return 2 * request.products(ranks_of(group_named(request.group), request.owner))
+
+
+contrastive_loss = _define("contrastive_loss")
+# A second name, so that only calls that need the host are kept out of CUDA graphs.
+_on_host = _define("contrastive_loss_on_host", torch.Tag.cudagraph_unsafe)

@@ -38,28 +38,18 @@ def subject_of_config(settings: dict[str, Any], precision: str | None = None) ->
             f"{', '.join(PRECISIONS)}: pass the nearest by `--precision`."
         )
     devices, nodes = _devices(trainer.get("devices")), int(trainer.get("num_nodes") or 1)
-    run = DryRun(settings, ranks=(devices or 1) * nodes)
-    model, optimizers, measured, found = run.measured(strategy.towers, PRECISIONS[chosen])
     micro_batch = strategy.micro_batch_size
-    return Subject.of(
-        model,
-        optimizers,
-        name=type(model).__name__,
-        towers=measured,
-        pair_bytes=run.device_bytes,
-        loaded_pair_bytes=run.loaded_bytes,
-        precision=chosen,
+    return DryRun(settings, ranks=(devices or 1) * nodes).subject(
+        strategy.towers,
+        chosen,
         # A run determines the size of "auto".
         micro_batch=256 if micro_batch == "auto" else micro_batch,
         offload=strategy.offload == "host",
         prefetch=strategy.prefetch,
         loader_batches=strategy.loader_batches_per_step,
-        loader_pairs=run.pairs,
         devices=devices,
         nodes=nodes,
-        workers=run.workers,
         is_sharded=bool(re.search("fsdp|model_?parallel|deepspeed", kind.lower())),
-        found=found,
     )
 
 

@@ -22,11 +22,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_mp._nested import map_tensors, open_container, tensors_in
+from lightning_mp._nested import open_container, tensors_in
 from lightning_mp.cli.reasons import reason_of
 from lightning_mp.gradient_cache._served.towers import find_tower
-from lightning_mp.plan.subject import StaticBytes, TowerBytes
+from lightning_mp.plan.subject import PRECISIONS, StaticBytes, Subject, TowerBytes
 from lightning_mp.plan.tower_bytes import SIZES, blank, computing_in, measure_towers
+from lightning_mp.precision._weights.half_module import cast_castable
 
 __all__ = ["DryRun"]
 
@@ -68,8 +69,10 @@ class DryRun:
     def __init__(self, settings: dict[str, Any], ranks: int) -> None:
         self._settings = settings
         self._trainer = _Trainer(settings.get("trainer") or {}, ranks)
-        self._data = _made(settings, "data") if "data" in settings else None
-        source = self._attached(_made(settings, "model")) if self._data is None else self._data
+        self._data = None
+        if "data" in settings:
+            self._data = _made(settings, "data", LightningDataModule)
+        source = self._model() if self._data is None else self._data
         if not is_overridden("train_dataloader", source):
             raise ValueError(
                 "Passed a config without `data`, whose model has no `train_dataloader`, so the "
@@ -82,41 +85,22 @@ class DryRun:
         # As in `fit`, several loaders yield one batch of all.
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "max_size_cycle")
-        self.batch: Any = next(iter(loader), (None,))[0]  # `None` if the data are empty
-        self.workers = max(getattr(each, "num_workers", 0) for each in loader.flattened)
-        lengths = {len(tensor) for tensor in tensors_in(self.batch) if tensor.ndim and len(tensor)}
+        self._batch: Any = next(iter(loader), (None,))[0]  # `None` if the data are empty
+        self._workers = max(getattr(each, "num_workers", 0) for each in loader.flattened)
+        lengths = {len(tensor) for tensor in tensors_in(self._batch) if tensor.ndim and len(tensor)}
         if not lengths:
             raise ValueError(
-                f"Passed a config whose loader yields {type(self.batch).__name__} without tensors "
+                f"Passed a config whose loader yields {type(self._batch).__name__} without tensors "
                 "of rows. The bytes of a pair are then unknown; pass `--model` in place of the "
                 "config."
             )
         # A field may have several rows for each pair, such as five texts.
         sizes = {getattr(each, "batch_size", None) for each in loader.flattened}
-        self.pairs = max(lengths & sizes or lengths)
-        self._stepped: dict[int, int] = {}  # bytes of the batch of a step, by its pairs
+        self._pairs = max(lengths & sizes or lengths)
+        self._stepped: dict[int, int] = {}  # bytes of the batch that a step of some pairs received
 
-    @property
-    def loaded_bytes(self) -> float:
-        """Bytes of a pair as the loader yields it."""
-        return _bytes(self.batch) / self.pairs
-
-    @property
-    def device_bytes(self) -> float:
-        """Bytes of a pair in the batch that the training step received."""
-        few, many = SIZES
-        slope = (self._stepped[many] - self._stepped[few]) / (many - few)
-        return slope + (self._stepped[few] - few * slope) / self.pairs  # shared by all pairs
-
-    def measured(
-        self, towers: Sequence[str], precision: StaticBytes
-    ) -> tuple[LightningModule, list[Optimizer], dict[str, TowerBytes], str]:
-        """Measure on tensors without memory, or on a few pairs if the model needs values.
-
-        Returns:
-            The model, its optimizers, the figures of its towers, and on which tensors they were
-            measured.
-        """
+    def subject(self, towers: Sequence[str], precision: str, **known: Any) -> Subject:
+        """Measure on tensors without memory, or on a few pairs if the model needs values."""
         # Some models cannot be made without memory, because open_clip moves its models to a device.
         # Others read values, or have operators without a shape function.
         modes = (_WithoutValues, nullcontext()), (FakeTensorMode, unset_fake_temporarily())
@@ -128,10 +112,29 @@ class DryRun:
             ):
                 # `nn.TransformerEncoder` copies its layer, and `copy.deepcopy` reads the pointer.
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-                on_fakes = self._measured(made_in, towers, precision, fake=True)
-                return *on_fakes, "on tensors without memory"
-        on_pairs = self._measured(nullcontext(), towers, precision, fake=False)
-        return *on_pairs, "on a few real pairs"
+                measured = self._measured(made_in, towers, PRECISIONS[precision], fake=True)
+                found = "on tensors without memory"
+                break
+        else:
+            measured = self._measured(nullcontext(), towers, PRECISIONS[precision], fake=False)
+            found = "on a few real pairs"
+        model, optimizers, figures = measured
+        few, many = SIZES
+        slope = (self._stepped[many] - self._stepped[few]) / (many - few)
+        shared = self._stepped[few] - few * slope
+        return Subject.of(
+            model,
+            optimizers,
+            name=type(model).__name__,
+            towers=figures,
+            pair_bytes=slope + shared / self._pairs,
+            loaded_pair_bytes=_bytes(self._batch) / self._pairs,
+            precision=precision,
+            loader_pairs=self._pairs,
+            workers=self._workers,
+            found=found,
+            **known,
+        )
 
     def _measured(
         self,
@@ -142,7 +145,7 @@ class DryRun:
         fake: bool,
     ) -> tuple[LightningModule, list[Optimizer], dict[str, TowerBytes]]:
         with made_in, computing_in(precision):
-            model = self._attached(_made(self._settings, "model"))
+            model = self._model()
             model.setup("fit")
             try:
                 found = [find_tower(model, name) for name in towers]
@@ -158,13 +161,10 @@ class DryRun:
         # The index of the batch is optional, as in `fit`.
         takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
 
-        def to_half(x: Tensor) -> Tensor:
-            # Half models receive half inputs, as by Lightning's plugins.
-            is_half = precision.policy == "weights" and x.is_floating_point()
-            return x.to(precision.activations) if is_half else x
-
         def step(size: int) -> None:
-            batch = map_tensors(self._resized(self.batch, size), to_half)
+            batch = self._resized(self._batch, size)
+            if precision.policy == "weights":  # as by Lightning's plugins
+                batch = cast_castable(batch, precision.activations)
             batch = model._on_before_batch_transfer(batch)
             batch = model._apply_batch_transfer_handler(batch, torch.device("cpu"))
             self._stepped[size] = _bytes(batch)
@@ -172,7 +172,8 @@ class DryRun:
 
         return model, optimizers, measure_towers(model, found, step, precision)
 
-    def _attached(self, model: LightningModule) -> LightningModule:
+    def _model(self) -> LightningModule:
+        model: LightningModule = _made(self._settings, "model", LightningModule)
         for name in ("log", "log_dict"):  # nothing is logged
             setattr(model, name, lambda *args, **kwargs: None)
         self._trainer.strategy.connect(model)
@@ -184,30 +185,29 @@ class DryRun:
         if isinstance(value, Tensor):
             if not self._has_rows(value):
                 return value
-            rows = size * (len(value) // self.pairs)
+            rows = size * (len(value) // self._pairs)
             return value[torch.arange(rows) % len(value)]
         opened = open_container(value)
         if opened is None:
             return value
         items, is_list = opened.items, isinstance(value, (list, tuple))
         # One item for each pair, such as a text. A batch of two pairs may also have two fields.
-        if is_list and len(items) == self.pairs and not any(map(self._has_rows, items)):
-            return type(value)([items[index % self.pairs] for index in range(size)])
+        if is_list and len(items) == self._pairs and not any(map(self._has_rows, items)):
+            return type(value)([items[index % self._pairs] for index in range(size)])
         return opened.close([self._resized(item, size) for item in items])
 
     def _has_rows(self, value: object) -> bool:
         """Return whether a tensor has one or more rows for each pair."""
         rows = len(value) if isinstance(value, Tensor) and value.ndim else 0
-        return rows > 0 and rows % self.pairs == 0
+        return rows > 0 and rows % self._pairs == 0
 
 
 def _bytes(batch: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(batch))
 
 
-def _made(settings: dict[str, Any], part: str, **options: Any) -> Any:
+def _made(settings: dict[str, Any], part: str, kind: type, **options: Any) -> Any:
     """Make one part of a config."""
-    kind = {"model": LightningModule, "data": LightningDataModule, "optimizer": Optimizer}[part]
     # By default, the parser would exit and print the usage of another command.
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(kind, part, **options)
@@ -222,7 +222,7 @@ def _made(settings: dict[str, Any], part: str, **options: Any) -> Any:
 def _optimizers(settings: dict[str, Any], model: LightningModule) -> list[Optimizer]:
     """Return the optimizers of the config, or of the model."""
     if settings.get("optimizer"):
-        described = _made(settings, "optimizer", instantiate=False, skip={"params"})
+        described = _made(settings, "optimizer", Optimizer, instantiate=False, skip={"params"})
         return [instantiate_class(([*model.parameters()],), described)]
     made = tree_leaves(model.configure_optimizers())
     return [leaf for leaf in made if isinstance(leaf, Optimizer)]

@@ -156,21 +156,8 @@ def measure_towers(
     Raises:
         ValueError: The step did not call a tower.
     """
-    # The difference excludes bytes that do not depend on the size, such as half weights.
-    few, many = (_calls(model, towers, step, precision, size) for size in SIZES)
-    return {name: _slope(calls, many[name]) for name, calls in few.items() if calls}
-
-
-def _calls(
-    model: nn.Module,
-    towers: Sequence[Tower],
-    step: Callable[[int], Any],
-    precision: StaticBytes,
-    size: int,
-) -> dict[str, list[_Call]]:
-    """Return the outermost calls of each tower in one step."""
-    calls: dict[str, list[_Call]] = {tower.name: [] for tower in towers}
-    silent = set(calls)
+    steps: list[dict[str, list[_Call]]] = []  # the outermost calls of each tower
+    silent: set[str] = set()
     running: list[Tower] = []
 
     def handle(tower: Tower, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -180,25 +167,31 @@ def _calls(
         running.append(tower)
         call, outputs = _measured(model, function, args, kwargs)
         running.pop()
-        calls[tower.name].append(call)
+        steps[-1][tower.name].append(call)
         return outputs
 
     with ExitStack() as stack:
         stack.enter_context(computing_in(precision))
         for tower in towers:
             stack.enter_context(tower.intercepted(handle))
-        try:
-            step(size)
-        except Exception:
-            # The loss may read values, which fake tensors lack, but the towers have run.
-            if silent or running:
-                raise
-    if silent:
-        raise ValueError(
-            f"Passed towers {[*calls]!r}, but the training step did not call {sorted(silent)!r}. "
-            "Name the towers that it calls, as for `InfCLStrategy`."
-        )
-    return calls
+        for size in SIZES:
+            names = [tower.name for tower in towers]
+            steps.append({name: [] for name in names})
+            silent.update(names)
+            try:
+                step(size)
+            except Exception:
+                # The loss may read values, which fake tensors lack, but the towers have run.
+                if silent or running:
+                    raise
+            if silent:
+                raise ValueError(
+                    f"Passed towers {names!r}, but the training step did not call "
+                    f"{sorted(silent)!r}. Name the towers that it calls, as for `InfCLStrategy`."
+                )
+    # The difference excludes bytes that do not depend on the size, such as half weights.
+    few, many = steps
+    return {name: _slope(calls, many[name]) for name, calls in few.items() if calls}
 
 
 def _slope(few: Sequence[_Call], many: Sequence[_Call]) -> TowerBytes:
