@@ -89,9 +89,11 @@ def _noise(runs: Runs, whole: Run) -> dict[str, float]:
     # Another order of rows changes only rounding. A gradient that then changes is pure rounding
     # error, for example of a bias before BatchNorm, unless the order of rows has a meaning.
     turned = gradients(order[::-1])
-    changes = {name: relative(turned[name], whole.gradients[name]) for name in noise}
+    changes = {
+        name: relative(turned[name], g) for name, g in whole.gradients.items() if name in turned
+    }
     if changes and median(changes.values()) < _ROUNDING / 10:
-        noise = {name: value for name, value in noise.items() if changes[name] < _ROUNDING}
+        noise = {name: value for name, value in noise.items() if changes.get(name, 0) < _ROUNDING}
     return noise
 
 

@@ -27,6 +27,7 @@ from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.half_module import (
     cast_castable,
     is_border_cast,
+    original_forward,
     replace_forward,
 )
 from lightning_mp.precision._weights.working_copies import WorkingCopies
@@ -182,10 +183,12 @@ class Runs:
         modules = [self.module.get_submodule(path) for path in remedy.fp32_modules]
         leaves_as = self.half if self.is_true_half and remedy.half is None else None
 
+        originals = {id(module): original_forward(module) for module in modules}
+
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with torch.autocast(self._device_type, enabled=False):
                 args, kwargs = cast_castable((args, kwargs), torch.float32)
-                output = type(module).forward(module, *args, **kwargs)
+                output = originals[id(module)](*args, **kwargs)
             return output if leaves_as is None else cast_castable(output, leaves_as)
 
         with ExitStack() as undo:

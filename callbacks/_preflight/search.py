@@ -45,8 +45,9 @@ def preflight_step(
     trials = _Trials(runs, whole, noise, agree, dict(before.tried) if before else {})
     is_bad = agree(found.ratio) >= MATTERS
     if is_bad and found.half == torch.float16:
-        scales = [s for s in (runs.scale * f for f in _SCALES) if 1 <= s <= _HIGHEST]
-        for scale in scales:
+        fresh = [s for s in (runs.scale * f for f in _SCALES) if 1 <= s <= _HIGHEST]
+        # The scales of earlier steps again, because one scale must fit all steps.
+        for scale in [r.loss_scale for r in trials.tried if r.loss_scale] or fresh:
             trials.ratio(Remedy(loss_scale=scale))
     all_found = found if before is None else found.merged(before)
     all_found = replace(all_found, tried=trials.tried)
@@ -72,7 +73,7 @@ class _Trials:
             if remedy.half is not None and self.runs.is_true_half:
                 whole = self.runs.in_fp32(unrounded=True)
             value = error_of(whole, self.runs.in_half(remedy), self.noise)[0]
-        except RuntimeError:  # for example, a weight that a module in half precision shares
+        except Exception:  # for example, a weight that a module in half precision shares
             value = math.inf
         self.tried[remedy] = max(float(self.agree(value)), self.tried.get(remedy, 0.0))
         return self.tried[remedy]

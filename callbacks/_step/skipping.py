@@ -39,7 +39,7 @@ class StepSkipper:
         plugin, is_certain = trainer.precision_plugin, flag is None
         self._held = False
         scaler = scaler_of(trainer)
-        has_scaler = isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
+        has_scaler = isinstance(scaler, torch.amp.GradScaler)
         if flag is None:
             flag = torch.ones((), device=trainer.strategy.root_device)
         if isinstance(plugin, ScaledPrecision):  # skips on the device, together with overflows

@@ -21,6 +21,7 @@ from lightning_mp.optim._found_inf import takes_grad_scale
 from lightning_mp.precision._choice.module_selection import as_written
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.ledger import parameters_of
+from lightning_mp.precision.loss_scaler import LossScaler
 
 __all__ = [
     "Moment",
@@ -59,8 +60,11 @@ def loss_scale_of(trainer: pl.Trainer) -> float | Tensor | None:
 
 
 def scaler_of(trainer: pl.Trainer) -> Any:
-    """Return the plugin's loss scaler, of this package or torch; `None` without one."""
-    return getattr(trainer.precision_plugin, "scaler", None)
+    """Return the plugin's loss scaler, of this package or torch; `None` without an enabled one."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler):  # without a scale if it is disabled
+        return scaler if scaler.is_enabled() else None
+    return scaler if isinstance(scaler, LossScaler) else None
 
 
 def is_sharded(trainer: pl.Trainer) -> bool:

@@ -83,6 +83,14 @@ def test_facts_contain_skipped_steps_and_the_scale_before_and_after(
     ]
 
 
+def test_disabled_scaler_of_torch_is_no_loss_scale() -> None:
+    keeps = Keeps()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    callbacks = [keeps, LossScaleMonitor(), NonFiniteLocator(), SpikeGuard()]
+    watch(Watched(steps=3), callbacks, MixedPrecision("16-mixed", "cpu", scaler))
+    assert [(f.loss_scale, f.skipped) for f in keeps.facts] == [(None, False)] * 3
+
+
 def test_facts_contain_epoch_batch_and_rank() -> None:
     keeps = Keeps()
     model = Watched(None, lambda p: SGD(p, torch.tensor(0.25)), steps=6)

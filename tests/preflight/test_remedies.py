@@ -33,6 +33,21 @@ def test_weak_module_is_named_and_fp32_modules_remedies_it(weak: str, name: str)
     assert result.modules[0].path == "blocks.1.weak"
 
 
+def make_patched() -> Words:
+    """Set `forward` on an instance, as patches of a library do."""
+    model = make_words()
+    model.blocks[1].weak.forward = lambda x: (3 * x + 1000) - 1000
+    return model
+
+
+@pytest.mark.parametrize("name", ["BalancedAMP fp16", "PureFP16 fp16"])
+def test_forward_that_is_set_on_an_instance_runs_in_fp32(name: str) -> None:
+    callback = run_preflight(make_patched(), name)
+    assert callback.result is not None
+    assert callback.result.remedy.fp32_modules == ("blocks.1.weak",)
+    assert rerun_with_settings(callback, make_patched()).result.is_clean  # type: ignore[union-attr]
+
+
 class SquaredError(Words):
     """The loss squares differences of 300, which overflow in fp16."""
 
