@@ -19,6 +19,7 @@ from lightning_mp.doctor.started_run import StartedRun
 from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.optim.adam_epsilon import check_adam_epsilon
+from lightning_mp.plan.config import devices_of
 from lightning_mp.precision._choice.module_selection import find_modules
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
@@ -154,7 +155,8 @@ def batch_norm(run: StartedRun) -> Iterator[Finding]:
             tower = find_tower(run.model, name)
         except ValueError:
             continue  # the set-up raises an error for the name
-        norms = [path for path, m in tower.module.named_modules() if isinstance(m, _BatchNorm)]
+        modules = tower.module.named_modules()
+        norms = [path for path, m in modules if isinstance(m, _BatchNorm) and m.training]
         if norms:
             yield Finding(
                 "BatchNorm in a tower",
@@ -184,11 +186,14 @@ def drop_last(run: StartedRun) -> Iterator[Finding]:
     loader = None if run.trainer is None else run.trainer.train_dataloader
     if _caching_strategy(run) is None or not isinstance(loader, DataLoader) or loader.drop_last:
         return
+    settings, ranks = run.trainer_settings, 1
+    if settings.get("use_distributed_sampler", True):  # shares the rows of the data set equally
+        ranks = (devices_of(settings) or 1) * int(settings.get("num_nodes") or 1)
     try:
-        rows, size = len(loader.sampler), loader.batch_size  # type: ignore[arg-type]
+        rows, size = -(-len(loader.sampler) // ranks), loader.batch_size  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return
-    if size and rows % size:
+    if size and rows > size and rows % size:
         yield Finding(
             "`drop_last`",
             "advice",

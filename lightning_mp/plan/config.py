@@ -13,7 +13,7 @@ from lightning_mp.plan.dry_run import DryRun
 from lightning_mp.plan.subject import PRECISIONS, Subject
 from lightning_mp.strategies import InfCLStrategy
 
-__all__ = ["subject_of_config"]
+__all__ = ["devices_of", "subject_of_config"]
 
 _ARGUMENTS = {"towers", "micro_batch_size", "offload", "prefetch", "loader_batches_per_step"}
 
@@ -37,7 +37,7 @@ def subject_of_config(settings: dict[str, Any], precision: str | None = None) ->
             f"Passed a config with the precision {chosen!r}. `plan` knows "
             f"{', '.join(PRECISIONS)}: pass the nearest by `--precision`."
         )
-    devices, nodes = _devices(trainer.get("devices")), int(trainer.get("num_nodes") or 1)
+    devices, nodes = devices_of(trainer), int(trainer.get("num_nodes") or 1)
     micro_batch = strategy.micro_batch_size
     return DryRun(settings, ranks=(devices or 1) * nodes).subject(
         strategy.towers,
@@ -53,8 +53,9 @@ def subject_of_config(settings: dict[str, Any], precision: str | None = None) ->
     )
 
 
-def _devices(devices: Any) -> int | None:
-    """Return the ranks of a node; `None` if the config gives no number."""
+def devices_of(trainer: dict[str, Any]) -> int | None:
+    """Return the ranks of a node of a Trainer's settings; `None` if they give no number."""
+    devices = trainer.get("devices")
     # For the Trainer, "2" is a number, and "0,1" or "1," are indices.
     if isinstance(devices, str) and re.fullmatch(r"\d[\d, ]*", devices):
         devices = _normalize_parse_gpu_string_input(devices)

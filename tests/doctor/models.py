@@ -14,6 +14,7 @@ class CLIP(pl.LightningModule):
 
     Args:
         norm: Name of the norm in the image tower.
+        frozen: Whether the norm is in eval mode.
         width: Width of the hidden layers.
         compiled: Whether the image tower is compiled.
         fused: Whether AdamW has the fused kernel.
@@ -23,6 +24,7 @@ class CLIP(pl.LightningModule):
     def __init__(
         self,
         norm: str = "LayerNorm",
+        frozen: bool = False,
         width: int = 16,
         compiled: bool = False,
         fused: bool = False,
@@ -31,6 +33,7 @@ class CLIP(pl.LightningModule):
         super().__init__()
         layers = nn.Linear(8, width), getattr(nn, norm)(width), nn.Linear(width, 8)
         self.visual = nn.Sequential(*layers)
+        layers[1].train(not frozen)
         self.text = nn.Linear(8, 8)
         self.fused, self.optimizers_count = fused, optimizers
         if compiled:
