@@ -79,7 +79,10 @@ class Runs:
     def __init__(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         self.trainer, self.module = trainer, trainer.lightning_module
         root = trainer.strategy.root_device
-        self.batch = map_tensors(copy_containers(batch), lambda tensor: tensor.to(root))
+        self.batch = copy_containers(batch)
+        # Otherwise tensors stay where the run has them, such as lengths on the CPU.
+        if getattr(trainer.strategy, "offload", "none") == "host":
+            self.batch = map_tensors(self.batch, lambda tensor: tensor.to(root))
         self._batch_idx = batch_idx
         self._rng, self._device_type = RngState(root, self.module), root.type
         self.plugin = trainer.precision_plugin

@@ -25,9 +25,8 @@ def rebuild_page(run_dir: str | Path) -> Path:
             "folder of a run."
         )
     content = report_page(data).encode()
-    page = source.with_suffix(
-        ".html"
-    )  # a file of another program is kept; the name then gets a number
+    page = source.with_suffix(".html")
+    # A file of another program is kept; the name then gets a number.
     return save_new(page, lambda file: file.write(content), mark=NAME.encode())
 
 

@@ -1,5 +1,7 @@
 """Models that the preflight supports, and models that train without a comparison."""
 
+from typing import Any
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -164,6 +166,23 @@ def test_casts_at_borders_of_modules_are_left_out_in_fp32() -> None:
     pl.Trainer(**QUIET, max_steps=1, callbacks=callback, plugins=kept).fit(model, Sentences())
     assert callback.result is not None
     assert callback.result.is_clean
+
+
+def test_tensors_of_a_batch_stay_on_their_devices() -> None:
+    class KeepsLengths(Sentences):
+        """Leaves a tensor on another device, as `pack_padded_sequence` requires."""
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, _: int) -> Any:
+            return [*batch, torch.full((len(batch[0]),), 12, device="meta")]
+
+    class Checks(Words):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            assert batch[2].is_meta
+            return super().training_step(batch, batch_idx)
+
+    callback = PrecisionPreflight(steps=1, stops=True)
+    trainer("BalancedAMP fp16", callback).fit(Checks(), KeepsLengths())
+    assert callback.result is not None
 
 
 def test_towers_of_a_gradient_cache_are_compared() -> None:
