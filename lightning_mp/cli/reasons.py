@@ -4,6 +4,8 @@ For a value that may have one of six types, jsonargparse explains for each type 
 not fit; the helpful line, such as "Expected a Literal['fp16', 'bf16']", is in the middle.
 """
 
+import ast
+import contextlib
 import pydoc
 import re
 import textwrap
@@ -23,6 +25,7 @@ _OPTION = re.compile(r"Option '(.+)' is not accepted")
 _UNKNOWN = re.compile(r"Expected a dot import path string: (.+)")
 # Messages about types and classes that the user did not intend.
 _NOISE = re.compile(r"Expected an? |Not a valid subclass of |Import path .+ does not correspond to")
+_CLASS_WITHOUT_NESTED = re.compile(r"\{[^{}]*'class_path': [^{}]*\}")
 _UNRECOGNIZED = "unrecognized arguments: "
 _MAX_REASONS = 3
 
@@ -31,7 +34,7 @@ _MAX_REASONS = 3
 class _Reason:
     locations: tuple[str, ...]  # keys and classes, from outermost to innermost
     text: str
-    rank: int  # 2 if the line says what to change, 0 if it is noise
+    rank: int  # 3 and 2 if the line says what to change, 0 if it is noise
 
 
 def explained(message: str, parser: ArgumentParser) -> str:
@@ -79,6 +82,10 @@ def _reasons(
         # A value that is no number or none of the literals was not intended as a class name.
         least = 2 if re.search(r"Literal\[|'float'|'int'", body[0]) else 1
         yield from best if best and best[0].rank >= least else [_no_type_fits(body, locations)]
+        # jsonargparse reads such a class as arguments of the base class.
+        for names in _beside_class_path(_given_value(body)):
+            text = f"{names} must be below `init_args`, not beside `class_path`."
+            yield _Reason(locations, text, rank=3)
     elif option := _OPTION.match(head):
         yield _Reason(locations, head + _near_option(option[1], locations), rank=2)
     elif unknown := _UNKNOWN.match(head):
@@ -114,10 +121,22 @@ def _errors_by_type(body: list[str]) -> Iterator[list[str]]:
         yield item
 
 
-def _no_type_fits(body: list[str], locations: tuple[str, ...]) -> _Reason:
+def _given_value(body: list[str]) -> str:
     given = next((line for line in body if line.startswith("Given value: ")), "")
-    types = _short_types(body[0].removeprefix("Subtypes: "))
-    value = given.removeprefix("Given value: ")
+    return given.removeprefix("Given value: ")
+
+
+def _beside_class_path(value: str) -> Iterator[str]:
+    """Yield the names of arguments beside a `class_path`."""
+    for described in _CLASS_WITHOUT_NESTED.findall(value):
+        with contextlib.suppress(ValueError, SyntaxError):  # a value that is no literal
+            names = ast.literal_eval(described).keys() - {"class_path", "init_args", "dict_kwargs"}
+            if names:
+                yield ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _no_type_fits(body: list[str], locations: tuple[str, ...]) -> _Reason:
+    types, value = _short_types(body[0].removeprefix("Subtypes: ")), _given_value(body)
     if locations[-1:] == ("trainer.precision",) and value in lightning_mp.precision.__all__:
         text = (
             f"{value} is a plugin. Pass `--trainer.plugins {value}` without `--trainer.precision`."

@@ -61,6 +61,18 @@ def _spec(name: str, **arguments: Any) -> dict[str, Any]:
             "Option 'init_arg.half' is not accepted. Did you mean `init_args`?",
         ),
         (
+            {"plugins": {"class_path": "BalancedAMP", "half": "fp16"}},
+            "Reason: trainer.plugins -> `half` must be below `init_args`, not beside",
+        ),
+        (
+            {"callbacks": [_spec("SpikeGuard"), {"class_path": "SpikeGuard", "action": "warn"}]},
+            "Reason: trainer.callbacks -> `action` must be below `init_args`, not beside",
+        ),
+        (
+            {"strategy": {"class_path": "InfCLStrategy", "towers": ["a"], "prefetch": 1}},
+            "Reason: trainer.strategy -> `prefetch`, `towers` must be below `init_args`, not",
+        ),
+        (
             {"strategy": _spec("InfCLStrategy", find_unused_paramters=True)},
             "Did you mean `find_unused_parameters`?",
         ),
