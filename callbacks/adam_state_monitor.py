@@ -1,5 +1,6 @@
 """`AdamStateMonitor`: warns of Adam states that make the next update too large or too small."""
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -128,13 +129,11 @@ class AdamStateMonitor(SamplingMonitor):
         keeps = getattr(step.trainer.precision_plugin, "write_back", "nearest") != "nearest"
         gradients = [found.gradients[i] for i in chosen]
         parameters = [found.parameters[i] for i in chosen]
-        used = [group_of[id(p)] for p in parameters]
         return step.gather(
             adam_statistics(optimizer, parameters, gradients, found.unscale, keeps_rounding=keeps),
             shards_only=True,
             names=[found.names[i] for i in chosen],
-            beta2=[float(group["betas"][1]) for group in used],
-            eps=[float(group["eps"]) for group in used],
+            settings=[_settings(group_of[id(p)]) for p in parameters],
         )
 
     @override
@@ -146,8 +145,8 @@ class AdamStateMonitor(SamplingMonitor):
         if not sums_NK[:, AdamField.STEP].any():  # no states yet, so sample the next step
             self._until = facts.step + 1
             return []
-        rows = zip(names, sums_NK, sample.context["beta2"], sample.context["eps"], strict=True)
-        tensors = [AdamNumbers(*row) for row in rows]
+        rows = zip(names, sums_NK, sample.context["settings"], strict=True)
+        tensors = [AdamNumbers(name, row, **settings) for name, row, settings in rows]
         self.history.add_column("update_rms", facts.step, {t.name: t.rms for t in tensors})
         ratios = {t.name: t.ratio for t in tensors}
         self.history.add_column("update_to_weight", facts.step, ratios)
@@ -178,3 +177,9 @@ def _is_of_adam(group: dict[str, Any]) -> bool:
     # Adan and CAME have three decay rates, and CAME has two epsilons.
     betas, eps = group.get("betas", ()), group.get("eps")
     return len(betas) == 2 and isinstance(eps, int | float)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, float]:
+    """Return the settings of a group that judgements depend on."""
+    clip = group.get("clip_update_rms") or math.inf
+    return {"beta2": float(group["betas"][1]), "eps": float(group["eps"]), "clip": clip}

@@ -39,11 +39,14 @@ _UNKNOWN: dict[str, Any] = {
 class AdamNumbers:
     """Measurements of the next update of one tensor, from its row of `adam_statistics`."""
 
-    def __init__(self, name: str, row_K: npt.NDArray[Any], beta2: float, eps: float) -> None:
+    def __init__(
+        self, name: str, row_K: npt.NDArray[Any], beta2: float, eps: float, clip: float
+    ) -> None:
         sums = dict(zip(AdamField, map(float, row_K), strict=True))
         count = max(sums[AdamField.NUMEL], 1.0)
         weight = math.sqrt(sums[AdamField.SQUARED_WEIGHT])
         self.name, self.beta2, self.eps = name, beta2, eps
+        self.is_clipped = clip < math.inf  # `clip_update_rms` of `SafeAdamW`
         self.numel = int(count)
         self.is_judged = sums[AdamField.NUMEL] > 0 and not sums[AdamField.NON_FINITE]
         self.is_zero = not sums[AdamField.NON_ZERO]  # the whole gradient
@@ -53,7 +56,7 @@ class AdamNumbers:
         # The share of moving values with `sqrt(v) < eps`.
         self.below_epsilon = sums[AdamField.BELOW_EPSILON] / max(sums[AdamField.NON_ZERO], 1.0)
         # The norm of the update over that of the weights; NaN for weights of 0.
-        update = math.sqrt(sums[AdamField.SQUARED_UPDATE])
+        update = math.sqrt(sums[AdamField.SQUARED_UPDATE]) / max(self.rms / clip, 1.0)
         self.ratio = update / weight if weight else math.nan
         self.moving, self.stagnant = sums[AdamField.NON_ZERO], sums[AdamField.STAGNANT]
         self.second_moment = sums[AdamField.SECOND_MOMENT]
@@ -109,7 +112,7 @@ class AdamStateRule(Learning):
                 usual["below"] = max(usual["below"], numbers.below_epsilon)
                 continue
             limit = max(self._highest_rms(numbers, newest), 1.5 * usual["rms"])
-            if numbers.rms > limit:
+            if numbers.rms > limit and not numbers.is_clipped:
                 high.append(Verdict("update_rms", numbers.rms, limit, tensor=numbers.name))
         dead = {str(verdict.tensor) for verdict in verdicts if verdict.kind == "zero_run"}
         origin = origin_of(dead, [numbers.name for numbers in tensors])
@@ -182,7 +185,8 @@ class AdamStateRule(Learning):
             # with the observed rate, a run of this length has probability exp(-rate * steps).
             had_always = usual["with"] >= 3 and not usual["without"]
             is_long = had_always or math.exp(-usual["grown"] * steps / seen) < ALIVE
-        if usual["grown"] and steps >= self.zero_run_steps and is_long:
+        is_harmful = is_long and not numbers.is_clipped
+        if usual["grown"] and steps >= self.zero_run_steps and is_harmful:
             found = Verdict("zero_run", steps, self.zero_run_steps, tensor=numbers.name)
             yield found.given(boost=boost, limit=_boost(math.inf, numbers.beta2))
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.floats import HALF_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import local_shard, placed_like, stored_values
+from lightning_mp.optim._adamw.foreach import ATAN2_A, ATAN2_B
 
 __all__ = ["AdamField", "adam_statistics", "has_second_moments", "quantized_states"]
 
@@ -31,7 +32,7 @@ class AdamField(IntEnum):
     NON_ZERO = 1  # number of nonzero gradient values
     SQUARED_RATIO = 2  # sum of `g^2 / max(v_hat, eps^2)`
     BELOW_EPSILON = 3  # number of values with `sqrt(v_hat) < eps` and a nonzero gradient
-    SQUARED_UPDATE = 4  # sum of `(lr * m_hat / (sqrt(v_hat) + eps))^2`
+    SQUARED_UPDATE = 4  # sum of `(lr * m_hat / (sqrt(v_hat) + eps))^2`, without clipping
     SQUARED_WEIGHT = 5
     SQUARED_GRADIENT = 6
     SECOND_MOMENT = 7  # sum of `v` after the step, without bias correction
@@ -189,11 +190,18 @@ def _block_sums(
     if isinstance(unscale, Tensor) or unscale != 1:
         g = g * unscale
     # Computed before the step, which overwrites the states.
-    bias_n, factor_n = 1 - beta2**step_n, group["lr"] / (1 - beta1**step_n)
+    bias1_n, bias_n = 1 - beta1**step_n, 1 - beta2**step_n
+    factor_n, eps = group["lr"] / bias1_n, group["eps"]
     moment = torch.addcmul(v * beta2, g, g, value=1 - beta2)
     moment = torch.maximum(moment, highest[0]) if highest else moment
     root = moment.div_(spread(bias_n)).sqrt_()
-    update = torch.lerp(m, g, 1 - beta1).div_(root + group["eps"])
+    update = torch.lerp(m, g, 1 - beta1)
+    is_atan2 = group.get("rule") == "atan2"  # of `SafeAdamW`, without epsilon
+    if is_atan2:
+        unbias = spread(bias1_n)
+        update = torch.atan2(update, ATAN2_B * root * unbias).mul_(ATAN2_A * unbias)
+    else:
+        update.div_(root + eps)
     is_moving = g != 0
     # Steps that keep rounding errors or round stochastically do not stagnate.
     is_rounded = group.get("write_back", "nearest") == "nearest"
@@ -202,8 +210,8 @@ def _block_sums(
         stepped = torch.addcmul(weight, update, -spread(factor_n)).to(block[0].dtype)
         still_n = count((stepped == block[0]).logical_and_(is_moving))
     second_moment_n = dot(root, root) * bias_n
-    below = (root < max(group["eps"], _SMALLEST)).logical_and_(is_moving)
-    ratio = g.div(root.clamp_(min=max(group["eps"], _SMALLEST)))
+    below = (root < (0 if is_atan2 else max(eps, _SMALLEST))).logical_and_(is_moving)
+    ratio = g.div(root.clamp_(min=max(eps, _SMALLEST)))
     sums = [
         count(is_moving),
         dot(ratio, ratio),
