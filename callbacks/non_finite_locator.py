@@ -1,5 +1,6 @@
 """`NonFiniteLocator`: names the module that produced the first NaN or inf of a failing step."""
 
+import inspect
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -254,6 +255,7 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         eps = _lost_epsilon(trainer, found.numbers.get("dtype", ""))
         tags += ("unchecked",) * (not self.check_gradients) + ("epsilon",) * bool(eps)
+        tags += ("nan",) * (not _takes_clamp(trainer.precision_plugin))
         found = replace(found, tags=(*found.tags, *tags)).given(eps=eps, skips=skips)
         alarm = self.say(trainer, found, facts)
         if self.action == "raise":
@@ -271,6 +273,12 @@ def _lost_epsilon(trainer: pl.Trainer, dtype: str) -> float | None:
     groups = [group for each in trainer.optimizers for group in each.param_groups]
     used = [g.get("eps") for g in groups if any(p.dtype == zero.dtype for p in g["params"])]
     return next((eps for eps in used if isinstance(eps, float) and zero + eps == 0), None)
+
+
+def _takes_clamp(plugin: object) -> bool:
+    """Return whether remedies may name `inf_clamp`, which plugins for sharded models lack."""
+    taken = inspect.signature(type(plugin).__init__).parameters
+    return not isinstance(plugin, ScaledPrecision) or "inf_clamp" in taken
 
 
 def _is_manual(trainer: pl.Trainer) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -327,17 +328,24 @@ class SpikeGuard(InstabilityMonitor):
         course = self._courses[facts.optimizer]
         used = self._courses[: len(trainer.optimizers)]
         course.rivals = [other for other in used if other is not course]
-        return verdicts + course.judge(facts.step, facts.loss, facts.gradient_norm)
+        clip_val = self._clip_val() or math.inf
+        for found in course.judge(facts.step, facts.loss, facts.gradient_norm):
+            is_clipped = clip_val <= found.numbers.get("lowest", 0.0)
+            verdicts.append(replace(found, tags=("clipped",)) if is_clipped else found)
+        return verdicts
+
+    def _clip_val(self) -> float | None:
+        """Return the limit of the gradient norm; clipping by value limits no norm."""
+        trainer = self.recorder.trainer
+        is_by_value = trainer.gradient_clip_algorithm == "value"
+        return None if is_by_value else trainer.gradient_clip_val
 
     def _described(self, facts: StepFacts, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
         is_spent = self.action == "rewind" and self.rewinds >= self.max_rewinds
         action = "rewinds spent" if is_spent else self.action
         first_lr = self._lrs[0] if self._lrs and facts.optimizer == 0 else None
-        trainer = self.recorder.trainer
-        # Clipping by value does not limit the norm.
-        is_by_value = trainer.gradient_clip_algorithm == "value"
-        clip_val = None if is_by_value else trainer.gradient_clip_val
-        found = describe(facts, loss, norm, first_lr=first_lr, clip_val=clip_val, action=action)
+        limits = {"first_lr": first_lr, "clip_val": self._clip_val()}
+        found = describe(facts, loss, norm, **limits, action=action)
         return found.given(window=self.window_steps, z_threshold=self.z_threshold)
 
     def _rewind(self, trainer: pl.Trainer, facts: StepFacts) -> None:
@@ -377,10 +385,9 @@ class SpikeGuard(InstabilityMonitor):
         self._windows.clear()
         self._courses.clear()
         self._add_windows(len(state_dict["windows"]))
-        for window, state in zip(self._windows, state_dict["windows"], strict=False):
-            window.load_state_dict(state)
-        for course, state in zip(self._courses, state_dict["courses"], strict=False):
-            course.load_state_dict(state)
+        rules: list[Any] = [*self._windows, *self._courses[: len(state_dict["courses"])]]
+        for rule, state in zip(rules, state_dict["windows"] + state_dict["courses"], strict=True):
+            rule.load_state_dict(state)
         self._rewinder.load_state_dict(state_dict["rewinder"])
 
 

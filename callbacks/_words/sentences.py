@@ -335,6 +335,7 @@ REMEDIES = {
     "at ten times the learning rate, and check that targets belong to their inputs.",
     "gradient_trend": "Set `{clipper}gradient_clip_val={lowest:.2g}{by_norm})`, or lower the "
     "learning rate to {lower_rate:.3g}.",
+    "gradient_trend, clipped": "Lower the learning rate to {lower_rate:.3g}.",
     "gradient_trend, ending": "Set `{clipper}gradient_clip_val={lowest:.2g}{by_norm})`.",
     "loss_spike": "Halve the learning rate.",
     "gradient_spike": "Halve the learning rate.",

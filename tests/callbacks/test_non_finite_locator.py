@@ -58,6 +58,16 @@ def test_remedy_extends_the_modules_that_the_user_has_chosen(plugin: Any) -> Non
     assert "`PureFP16(fp32_modules=['body.drop'])`" in alarm.remedy
 
 
+def test_remedy_names_no_clamp_that_the_plugin_does_not_take() -> None:
+    class Sharded(BalancedAMP):  # as `FSDPBalancedAMP`
+        def __init__(self) -> None:
+            super().__init__(half="fp16")
+
+    (alarm,) = locate(Model(change=overflow_at_three), Sharded(), max_replays=1).alarms
+    assert "fp32_modules=" in alarm.remedy
+    assert "inf_clamp" not in alarm.remedy
+
+
 @pytest.mark.parametrize("name", ["balanced", "pure"])
 def test_locator_remedies_for_an_overflowing_dropout_keep_the_loss_finite(name: str) -> None:
     class Clamped(Model):

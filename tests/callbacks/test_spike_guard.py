@@ -1,5 +1,6 @@
 """`SpikeGuard` reports and skips spikes of the loss and of the gradient norm."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,20 @@ def test_clipping_by_value_does_not_make_a_gradient_spike_a_note(tmp_path: Path)
     (alarm,) = guard.alarms
     assert (alarm.kind, alarm.severity) == ("gradient_spike", "warning")
     assert ", gradient_clip_algorithm='norm')`" in alarm.remedy
+
+
+@pytest.mark.parametrize("clip_val", [None, 1e-4])
+def test_remedy_for_growing_gradients_is_no_looser_clip(tmp_path: Path, clip_val: Any) -> None:
+    class Grows(PlantedModel):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss, at = super().training_step(batch, batch_idx), batch_idx
+            growth = math.exp(max(at - 200, 0) / 60)
+            return loss + (growth - 1) * (loss - loss.detach()) + (at > 300)
+
+    guard, options = SpikeGuard(), {"gradient_clip_val": clip_val, "default_root_dir": tmp_path}
+    fit(Grows(make_optimizer=lambda p: SGD(p, lr=1e-5)), make_batches(480), guard, **options)
+    (alarm,) = (each for each in guard.alarms if each.kind == "gradient_trend")
+    assert ("gradient_clip_val" in alarm.remedy) == (clip_val is None)
 
 
 def test_remedy_in_manual_optimization_clips_there(tmp_path: Path) -> None:
