@@ -196,8 +196,7 @@ def _block_sums(
     moment = torch.maximum(moment, highest[0]) if highest else moment
     root = moment.div_(spread(bias_n)).sqrt_()
     update = torch.lerp(m, g, 1 - beta1)
-    is_atan2 = group.get("rule") == "atan2"  # of `SafeAdamW`, without epsilon
-    if is_atan2:
+    if is_atan2 := group.get("rule") == "atan2":  # of `SafeAdamW`, without epsilon
         unbias = spread(bias1_n)
         update = torch.atan2(update, ATAN2_B * root * unbias).mul_(ATAN2_A * unbias)
     else:
