@@ -92,17 +92,16 @@ def plan(
     subject = replace(subject, **{k: v for k, v in given.items() if v is not None})
     per_node = gpus_per_node or subject.devices or _GPUS
     ranks = gpus or per_node * subject.nodes
-    if batch is None:
-        asked = subject.rank_batch and subject.rank_batch * ranks
-    elif asked is not None and asked < ranks:
+    asked = asked or (subject.rank_batch or 0) * ranks
+    if not asked:
+        raise ValueError("pass the global batch by `--batch`, such as 1024k.")
+    if asked < ranks:
         raise ValueError(f"Passed `--batch {batch}` for {ranks} ranks. A rank needs a pair.")
     rate = None
     if tflops is not None or pairs_per_second is not None:
         work = subject.flops_per_pair(cached=True)
         flops = (pairs_per_second or 0.0) * work if tflops is None else tflops * 1e12
         rate = Rate(pairs_per_second or flops / work, flops, network * 1e9)
-    if asked is None:
-        raise ValueError("pass the global batch by `--batch`, such as 1024k.")
     machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node, device)
     print("\n".join(plan_lines(subject, machine, asked, rate, per_epoch)))
     print(f"\nAdvice: {advice(subject, machine, asked)}")

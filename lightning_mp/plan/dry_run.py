@@ -182,24 +182,22 @@ class DryRun:
 
     def _resized(self, value: Any, size: int) -> Any:
         """Return a batch with the rows of `size` pairs."""
-        if isinstance(value, Tensor):
-            if not self._has_rows(value):
-                return value
-            rows = size * (len(value) // self._pairs)
-            return value[torch.arange(rows) % len(value)]
+        if rows := self._rows_of_a_pair(value):
+            return value[torch.arange(size * rows) % len(value)]
         opened = open_container(value)
         if opened is None:
             return value
         items, is_list = opened.items, isinstance(value, (list, tuple))
         # One item for each pair, such as a text. A batch of two pairs may also have two fields.
-        if is_list and len(items) == self._pairs and not any(map(self._has_rows, items)):
+        is_field = any(self._rows_of_a_pair(item) == 1 for item in items)
+        if is_list and len(items) == self._pairs and not is_field:
             return type(value)([items[index % self._pairs] for index in range(size)])
         return opened.close([self._resized(item, size) for item in items])
 
-    def _has_rows(self, value: object) -> bool:
-        """Return whether a tensor has one or more rows for each pair."""
+    def _rows_of_a_pair(self, value: object) -> int:
+        """Return the rows of a tensor for each pair; 0 if it has no rows."""
         rows = len(value) if isinstance(value, Tensor) and value.ndim else 0
-        return rows > 0 and rows % self._pairs == 0
+        return 0 if rows % self._pairs else rows // self._pairs
 
 
 def _bytes(batch: Any) -> int:

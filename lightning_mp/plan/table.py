@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from lightning_mp.plan.subject import PRECISIONS, Subject
 __all__ = ["advice", "aligned", "plan_lines"]
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def aligned(rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
     """Return rows as lines of aligned columns; the first row is the header.
 
     The first column is aligned to the left; with `left=2`, so is the last one.
@@ -68,9 +68,9 @@ def plan_lines(
         f"micro-batches of {subject.micro_batch}, {subject.precision}; all below is computed"
     )
     yield ""
-    yield from aligned([*_statics(subject)])
+    yield from aligned(_statics(subject))
     yield ""
-    yield from aligned([*_memories(subject, machine, batch)])
+    yield from aligned(_memories(subject, machine, batch))
     yield (
         "peak = static + data + features + the larger of loss and backbone. The loss holds logits "
         "or a workspace of tiles; the backbone holds gradients of the weights and activations of a "
@@ -90,7 +90,7 @@ def plan_lines(
     )
     if rate is not None:
         yield ""
-        yield from aligned([*_time_rows(subject, machine, batch, rate, pairs)])
+        yield from aligned(_time_rows(subject, machine, batch, rate, pairs))
         work = subject.flops_per_pair(cached=True) / 1e9
         yield (
             f"Rate: {rate.pairs_per_second:,.0f} pairs/s a rank, {work:,.0f} GFLOP a pair; "
@@ -147,11 +147,6 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
     fits = (choice for choice in choices if need(choice).peak <= machine.gpu_bytes)
     changed = next(fits, replace(subject, offload=True))
     needed = need(changed)
-    passed = []
-    if changed.offload and not subject.offload:
-        passed.append('offload="host"')
-    if changed.micro_batch < subject.micro_batch:
-        passed.append(f"micro_batch_size={changed.micro_batch}")
     if needed.peak > machine.gpu_bytes:
         by_device, _ = largest(METHODS[-1], changed, machine)
         remedy = (
@@ -164,12 +159,10 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
             f"{batch:,} pairs need {_size(needed.peak)} a GPU of {_size(machine.gpu_bytes)}"
             f"{', with their data on the host' if changed.offload else ''}: {remedy}"
         )
-    if needed.host > machine.host_bytes:
-        most = batch // machine.gpus  # a loader batch has at least one pair
-        while 2 * changed.loader_batches <= most and needed.host > machine.host_bytes:
-            changed = replace(changed, loader_batches=2 * changed.loader_batches)
-            needed = need(changed)
-        passed.append(f"loader_batches_per_step={changed.loader_batches}")
+    most = batch // machine.gpus  # a loader batch has at least one pair
+    while 2 * changed.loader_batches <= most and needed.host > machine.host_bytes:
+        changed = replace(changed, loader_batches=2 * changed.loader_batches)
+        needed = need(changed)
     by_device, by_host = largest(METHODS[-1], changed, machine)
     if needed.host > machine.host_bytes:
         smaller = f"take a batch of {by_host:,}, " if by_host else "no batch fits: take "
@@ -177,12 +170,19 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
             f"{batch:,} pairs fit the GPUs, but not the hosts: {smaller}more nodes, fewer workers, "
             "or images as uint8, a quarter of fp32."
         )
+    batches = changed.loader_batches
+    changes = {
+        'offload="host"': changed.offload != subject.offload,
+        f"micro_batch_size={changed.micro_batch}": changed.micro_batch != subject.micro_batch,
+        f"loader_batches_per_step={batches}": batches != subject.loader_batches,
+    }
+    passed = ", ".join(argument for argument, is_changed in changes.items() if is_changed)
     if passed:
-        asked, loaded = need(subject), batch // machine.gpus // changed.loader_batches
+        asked, loaded = need(subject), batch // machine.gpus // batches
         return (
             f"{batch:,} pairs need {_size(asked.peak)} of {_size(machine.gpu_bytes)} a GPU, "
             f"{_size(asked.data)} of it data, and {_size(asked.host)} of "
-            f"{_size(machine.host_bytes)} a node: pass `{strategy}({', '.join(passed)})`, and "
+            f"{_size(machine.host_bytes)} a node: pass `{strategy}({passed})`, and "
             f"load {loaded:,} pairs at a time."
         )
     return (

@@ -138,6 +138,20 @@ class Strings(WithLoader):
         return DataLoader(TensorDataset(torch.randn(96, 12)), ROWS, collate_fn=collate)
 
 
+class Waveforms(WithLoader):
+    """Has a list of waveforms, whose samples are no rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([torch.stack(batch[0])[:, :12], batch[1]], batch_idx)
+
+    def train_dataloader(self) -> Any:
+        def collate(rows: Sequence[tuple[Tensor, Tensor]]) -> Any:
+            return [row[0] for row in rows], torch.stack([row[1] for row in rows])
+
+        data = TensorDataset(torch.randn(96, 10 * ROWS), torch.randn(96, 6))
+        return DataLoader(data, ROWS, collate_fn=collate)
+
+
 class Bytes(WithLoader):
     """Loads uint8 images and converts them on the device."""
 
@@ -207,6 +221,12 @@ def test_strings_have_rows_and_a_shared_table_has_none(tmp_path: Path) -> None:
     found = subject(tmp_path, Strings)
     assert found.towers["text"].saved_per_pair == 8 * 4
     assert found.pair_bytes == 4 * 12 + 4 * 7 * 480 / ROWS
+
+
+def test_list_with_an_item_for_each_pair_has_rows(tmp_path: Path) -> None:
+    found = subject(tmp_path, Waveforms)
+    assert found.pair_bytes == 4 * (10 * ROWS + 6)
+    assert found.towers["visual"].saved_per_pair == 8 * 4
 
 
 def test_batch_of_the_device_differs_from_that_of_the_loader(tmp_path: Path) -> None:
