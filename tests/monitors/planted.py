@@ -1,5 +1,6 @@
 """`Planted` failures, and the small model in which most are planted."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,14 @@ from lightning_mp.callbacks import Alarm
 from tests.monitors.running import Learner, Outcome, train
 
 ANY_MONITOR = ""
+
+
+class EndsLostRun(pl.Callback):
+    """Ends a run after 40 steps without a finite loss, because its weights do not recover."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if not any(map(math.isfinite, pl_module.losses[-40:])):
+            trainer.should_stop = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +65,7 @@ class Planted:
 
     def fail(self) -> Outcome:
         """Train without the remedy."""
-        return train(self.model(**self.settings), self.precision())
+        return train(self.model(**self.settings), self.precision(), EndsLostRun())
 
     def cured(self) -> Outcome:
         """Train with the remedy."""
