@@ -16,7 +16,7 @@ NAMES = ["BalancedAMP fp16", "16-mixed", "PureFP16 fp16"]  # names of precision 
 
 
 def run_preflight(
-    model: pl.LightningModule, name: str, steps: int = 2, **kwargs: Any
+    model: pl.LightningModule, name: str, steps: int = 1, **kwargs: Any
 ) -> PrecisionPreflight:
     """Run the preflight of a model with a plugin and stop before training."""
     callback = PrecisionPreflight(steps=steps, stops=True)
@@ -45,7 +45,7 @@ def rerun_with_settings(
             save_config_callback=None,
             parser_kwargs={"exit_on_error": False},
         )
-    callback = PrecisionPreflight(steps=2, stops=True)
+    callback = PrecisionPreflight(steps=1, stops=True)
     pl.seed_everything(0, verbose=False)
     plugins = cli.trainer.precision_plugin
     run = pl.Trainer(**{**QUIET, "max_steps": 4, "callbacks": callback}, plugins=plugins)  # type: ignore[arg-type]

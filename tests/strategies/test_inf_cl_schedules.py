@@ -20,7 +20,7 @@ from tests.strategies.models import TinyCLIP, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 
-BATCH, STEPS, EPOCHS, ROWS = 24, 2, 4, 5
+BATCH, STEPS, EPOCHS, ROWS = 24, 2, 4, 7
 
 
 class Scheduled(TinyCLIP):
@@ -118,7 +118,12 @@ def _fit(strategy: Any, schedule: str, rows: slice, **kwargs: Any) -> Scheduled:
         callbacks = [BackboneFinetuning(1, backbone_initial_lr=1e-2, should_align=False)]
     batches = [[x[rows].double() for x in batch] for batch in loader(BATCH * STEPS, BATCH)]
     trainer = make_trainer(
-        strategy, max_epochs=EPOCHS, callbacks=callbacks, use_distributed_sampler=False, **kwargs
+        strategy,
+        max_epochs=EPOCHS,
+        limit_val_batches=1,
+        callbacks=callbacks,
+        use_distributed_sampler=False,
+        **kwargs,
     )
     data = DataLoader(batches, batch_size=None)
     trainer.fit(model, data, DataLoader(batches, batch_size=None))  # validation gathers shards

@@ -104,7 +104,7 @@ def _fit(kind: str, folder: Path | None, joined: int = 3, **trainer: Any) -> See
     path = trainer.pop("ckpt_path", None)
     if folder is not None:
         trainer["callbacks"] = [Saves(folder)]
-    strategy = InfCLStrategy(micro_batch_size=3, loader_batches_per_step=joined)
+    strategy = InfCLStrategy(micro_batch_size=8, loader_batches_per_step=joined)
     # With several ranks, Lightning wraps torch's samplers.
     trainer |= {"max_epochs": EPOCHS, "use_distributed_sampler": kind not in OWN_SAMPLER}
     fitted = make_trainer(strategy, **trainer)
