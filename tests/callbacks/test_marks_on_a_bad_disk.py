@@ -18,6 +18,7 @@ from tests.processes import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+STEPS = 35
 FULL = 25  # the step from which the disk is full
 
 
@@ -49,7 +50,7 @@ def train(rank: int, kind: str, how: str, folder: str) -> Any:
         limit = full_disk() if how == "full" and is_guarded else warnings.catch_warnings()
         with warnings.catch_warnings(record=True) as caught, limit:
             warnings.simplefilter("always")
-            batches = make_batches(60 * ranks)[rank::ranks]
+            batches = make_batches(STEPS * ranks)[rank::ranks]
             callbacks = [watch] if is_guarded else []
             fit(model, batches, *callbacks, **options, use_distributed_sampler=False)
         said += [str(each.message) for each in caught if "SpikeGuard" in str(each.message)]
@@ -81,7 +82,7 @@ def test_run_with_failing_checkpoints_equals_a_run_without_guard(
 ) -> None:
     results = run_ranks(train, ranks, kind, how, str(tmp_path))
     for said, (ours, theirs), left, steps in results:
-        assert steps == 60
+        assert steps == STEPS
         assert left == (["marks"] if how == "in the way" else [])
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         assert len(said) <= 1

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Be aware that when using `ckpt_path`",
     "ignore:`SpikeGuard.action=.skip..` reads one flag",
 )
-BATCHES = make_batches(60)
-NANS = dict.fromkeys(range(57, 64), "nan")  # before and after the break at step 60
+BATCHES = make_batches(40)
+NANS = dict.fromkeys(range(37, 44), "nan")  # before and after the break at step 40
 
 
 class Frozen(PlantedModel):
@@ -72,10 +72,10 @@ def warm_up(optimizer: Any) -> LambdaLR:
     [
         (PlantedModel, {}, None, "warn"),
         (Frozen, {}, None, "warn"),
-        (PlantedModel, {40: "spike", 90: "explosion"}, None, "skip"),
+        (PlantedModel, {25: "spike", 60: "explosion"}, None, "skip"),
         (PlantedModel, NANS, BalancedAMP, "warn"),
-        (PlantedModel, {57: "nan"}, None, "warn"),
-        (PlantedModel, {59: "nan"}, None, "warn"),
+        (PlantedModel, {37: "nan"}, None, "warn"),
+        (PlantedModel, {39: "nan"}, None, "warn"),
     ],
     ids=["healthy", "frozen layer", "spikes", "NaN that the loss scaler skips", "NaN", "last NaN"],
 )
@@ -110,10 +110,10 @@ def test_monitors_that_have_seen_another_run_start_over(tmp_path: Path) -> None:
         fit(trained, BATCHES, *made, max_epochs=1, default_root_dir=tmp_path)
 
     used, new = monitors("warn"), monitors("warn")
-    run(used, {40: "spike", 45: "nan"})
+    run(used, {25: "spike", 30: "nan"})
     assert any(monitor.alarms for monitor in used)
     for made in (used, new):
-        run(made, {50: "nan"})
+        run(made, {35: "nan"})
     for one, other in zip(used, new, strict=True):
         assert [alarm.message for alarm in one.alarms] == [a.message for a in other.alarms]
         assert plain(one.state_dict()) == plain(other.state_dict())

@@ -16,7 +16,7 @@ from tests.quiet import parameters_of
 from tests.reference.contrastive import relative_error
 from tests.strategies.models import TinyCLIP, loader, make_trainer
 
-STEPS, MANY_STEPS = 8, 20
+STEPS, MANY_STEPS = 5, 20
 SHARES = {1: [24], 2: [13, 11]}
 ROWS = 5  # does not divide the batch of 12 or 13
 
