@@ -80,17 +80,20 @@ class RngState:
 
 def own_generators(module: nn.Module) -> list[Any]:
     """Return the generators that are attributes of a module or of its submodules."""
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
     found = {
         id(value): value
         for owner in module.modules()
         for value in vars(owner).values()
-        if isinstance(value, kinds)
+        if _is_generator(type(value))  # type: ignore[arg-type]
     }
     return list(found.values())
+
+
+@functools.lru_cache(maxsize=1024)  # `isinstance` of thousands of attributes takes milliseconds
+def _is_generator(kind: type) -> bool:
+    numpy = sys.modules.get("numpy")  # if not loaded, no object is of its types
+    kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+    return issubclass(kind, (torch.Generator, random.Random, *kinds))
 
 
 def _setter_and_state(generator: Any) -> tuple[Callable[[Any], Any], Any]:
