@@ -6,6 +6,7 @@ not fit; the helpful line, such as "Expected a Literal['fp16', 'bf16']", is in t
 
 import ast
 import contextlib
+import difflib
 import pydoc
 import re
 import textwrap
@@ -147,8 +148,9 @@ def _no_type_fits(body: list[str], locations: tuple[str, ...]) -> _Reason:
 
 
 def _unknown_class(name: str) -> str:
-    near = nearest(name, lightning_mp.__all__)
-    hint = f" Did you mean `{near}`?" if near not in (None, name) else ""
+    # Closer than options, because the names are of all kinds of classes: `Alarm` is no `AdamX`.
+    near = difflib.get_close_matches(name, lightning_mp.__all__, n=1, cutoff=0.7)
+    hint = f" Did you mean `{near[0]}`?" if near and near[0] != name else ""
     return f"No class `{name}` is accepted here.{hint}"
 
 

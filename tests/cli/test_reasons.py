@@ -137,6 +137,20 @@ def test_error_with_an_unknown_message_is_not_ours() -> None:
     assert reason_of(message) == "half -> Does not validate against any of the Union subtypes"
 
 
+@pytest.mark.parametrize(("name", "hint"), [("SafeAdam", "SafeAdamW"), ("AdamX", None)])
+def test_class_is_suggested_if_its_name_is_close(name: str, hint: str | None) -> None:
+    message = (
+        'Parser key "optimizer":\n'
+        "  Does not validate against any of the Union subtypes\n"
+        "  Subtypes: [<class 'torch.optim.Optimizer'>, <class 'NoneType'>]\n"
+        "  Errors:\n"
+        f"    - Expected a dot import path string: {name}\n"
+        "    - Expected a <class 'NoneType'>\n"
+    )
+    said = f"optimizer -> No class `{name}` is accepted here."
+    assert reason_of(message) == (f"{said} Did you mean `{hint}`?" if hint else said)
+
+
 def test_value_that_is_no_number_is_not_taken_for_a_class() -> None:
     message = (
         'Parser key "lr":\n'
