@@ -149,10 +149,14 @@ class ServesTowers(ForLightning, _Strategy):
         return output
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Do nothing: DDP would prepare its reducer, which does not see the gradients."""
+
+    @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        # Without `pre_backward`, which prepares DDP's reducer.
+        self.pre_backward(closure_loss)
         plugin, module = self.precision_plugin, self.lightning_module
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)

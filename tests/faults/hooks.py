@@ -133,7 +133,10 @@ SHORT = {
         "PureFP16-module-backward-third",
     ),
     *("PureFP16-strategy-optimizer_step-after", "InfCLStrategy-module-training_step-after"),
-    *("BalancedAMP-precision-train_step_context-first", "InfCLStrategy-strategy-backward-third"),
+    *(
+        "BalancedAMP-precision-train_step_context-first",
+        "InfCLStrategy-strategy-pre_backward-third",
+    ),
     *("BalancedAMP-callback_after-on_fit_start-first", "PureFP16-precision-connect-after"),
 }
 
