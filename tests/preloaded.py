@@ -35,11 +35,15 @@ def _fill_tables() -> None:
     import torch
     from lightning.fabric.utilities import registry
 
+    import lightning_mp
+
     # Each Trainer reads the metadata of all packages.
     registry.entry_points = functools.cache(registry.entry_points)
     registry._load_external_callbacks("lightning.pytorch.callbacks_factory")
     torch.overrides.get_testing_overrides()
     torch.overrides.get_ignored_functions()
+    with lightning_mp.BalancedAMP().forward_context():  # makes the rules of all operations
+        pass
     # The first answer for a class visits all subclasses.
     for value in (torch.ones(1), 0.5, 1, "", (), None):
         for kind in ("Mapping", "MutableMapping", "MutableSequence", "Sequence"):

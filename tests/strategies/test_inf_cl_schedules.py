@@ -20,7 +20,7 @@ from tests.strategies.models import TinyCLIP, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 
-BATCH, STEPS, EPOCHS, ROWS = 24, 2, 4, 7
+BATCH, STEPS, EPOCHS, ROWS = 24, 1, 4, 7
 
 
 class Scheduled(TinyCLIP):
