@@ -67,7 +67,7 @@ def plan(
             `pairs_per_second`.
         network: Bandwidth at which a GPU sends, in GB/s.
     """
-    from lightning_mp.plan.estimate import Machine, Rate
+    from lightning_mp.plan.estimate import Machine
     from lightning_mp.plan.formulas import GIB
     from lightning_mp.plan.subject import PRECISIONS
     from lightning_mp.plan.table import advice, plan_lines
@@ -97,13 +97,15 @@ def plan(
         raise ValueError("pass the global batch by `--batch`, such as 1024k.")
     if asked < ranks:
         raise ValueError(f"Passed `--batch {batch}` for {ranks} ranks. A rank needs a pair.")
-    rate = None
-    if tflops is not None or pairs_per_second is not None:
-        work = subject.flops_per_pair(cached=True)
-        flops = (pairs_per_second or 0.0) * work if tflops is None else tflops * 1e12
-        rate = Rate(pairs_per_second or flops / work, flops, network * 1e9)
-    machine = Machine(ranks, gpu_memory * GIB, host_memory * GIB, per_node, device)
-    print("\n".join(plan_lines(subject, machine, asked, rate, per_epoch)))
+    work = subject.flops_per_pair(cached=True)
+    flops = (pairs_per_second or 0.0) * work if tflops is None else tflops * 1e12
+    machine = Machine(
+        *(ranks, gpu_memory * GIB, host_memory * GIB, per_node, device),
+        pairs_per_second=pairs_per_second or flops / max(work, 1.0),
+        flops_per_second=flops,
+        bytes_per_second=network * 1e9,
+    )
+    print("\n".join(plan_lines(subject, machine, asked, per_epoch)))
     print(f"\nAdvice: {advice(subject, machine, asked)}")
 
 

@@ -16,7 +16,7 @@ from lightning_mp.plan.formulas import DENSE, FP32, FP64, INF_CL, LOCAL, OURS
 from lightning_mp.plan.subject import Subject
 
 # fmt: off
-__all__ = ["METHODS", "Machine", "Memory", "Method", "Rate", "Seconds", "exchanged", "largest",
+__all__ = ["METHODS", "Machine", "Memory", "Method", "Seconds", "exchanged", "largest",
            "memory", "products", "seconds", "workspace_on"]
 # fmt: on
 
@@ -45,6 +45,10 @@ class Machine:
     host_bytes: float  # memory of a node
     gpus_per_node: int  # ranks that share a node
     device: str = "cuda"  # `"cuda"` or `"cpu"`, the device of the loss
+    # Speed of a rank, to predict times.
+    pairs_per_second: float = 0.0  # through the towers, replay included
+    flops_per_second: float = 0.0  # in the products of the loss
+    bytes_per_second: float = 50e9  # sent by a rank
 
     @property
     def ranks_per_node(self) -> int:
@@ -175,15 +179,6 @@ def exchanged(
     return (ranks - 1) * batch / ranks * pair_bytes, flops
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Speed of a rank."""
-
-    pairs_per_second: float  # through the towers, replay included
-    flops_per_second: float  # in the products of the loss
-    bytes_per_second: float  # sent by a rank
-
-
 class Seconds(NamedTuple):
     """Time of a step and of its parts."""
 
@@ -193,13 +188,13 @@ class Seconds(NamedTuple):
     step: float
 
 
-def seconds(method: Method, batch: int, subject: Subject, machine: Machine, rate: Rate) -> Seconds:
+def seconds(method: Method, batch: int, subject: Subject, machine: Machine) -> Seconds:
     """Return the time of a step with a method."""
     sent, flops = exchanged(method, batch, subject, machine)
     # The rate includes the replay, which does not exist without a gradient cache.
     whole, work = (subject.flops_per_pair(cached=cached) for cached in (True, method.cached))
     share = work / whole if whole else 1.0
-    towers = share * batch / machine.gpus / rate.pairs_per_second
-    loss, exchange = flops / rate.flops_per_second, sent / rate.bytes_per_second
+    towers = share * batch / machine.gpus / machine.pairs_per_second
+    loss, exchange = flops / machine.flops_per_second, sent / machine.bytes_per_second
     # Transfers overlap with the products.
     return Seconds(towers, loss, exchange, towers + max(loss, exchange))

@@ -9,7 +9,6 @@ from functools import partial
 from lightning_mp.plan.estimate import (
     METHODS,
     Machine,
-    Rate,
     Seconds,
     exchanged,
     largest,
@@ -53,10 +52,8 @@ def _pairs_in_words(pairs: float) -> str:
     return f"{pairs:,.0f}"
 
 
-def plan_lines(
-    subject: Subject, machine: Machine, batch: int, rate: Rate | None, pairs: int | None
-) -> Iterator[str]:
-    """Yield the lines of a plan: times only with a rate, hours only with the pairs of an epoch."""
+def plan_lines(subject: Subject, machine: Machine, batch: int, pairs: int | None) -> Iterator[str]:
+    """Yield the lines of a plan: times only with a speed, hours only with the pairs of an epoch."""
     towers = ", ".join(
         f"{name} {_size(tower.saved_per_pair)}" for name, tower in subject.towers.items()
     )
@@ -88,13 +85,13 @@ def plan_lines(
         f"Exchange: a rank sends {_size(sent)} a step, by ring or by slices, beside "
         f"{flops / 1e9:,.0f} GFLOP of the loss: {flops / max(sent, 1):,.0f} FLOP a byte"
     )
-    if rate is not None:
+    if machine.flops_per_second:
         yield ""
-        yield from aligned(_time_rows(subject, machine, batch, rate, pairs))
+        yield from aligned(_time_rows(subject, machine, batch, pairs))
         work = subject.flops_per_pair(cached=True) / 1e9
         yield (
-            f"Rate: {rate.pairs_per_second:,.0f} pairs/s a rank, {work:,.0f} GFLOP a pair; "
-            f"products of the loss at {rate.flops_per_second / 1e12:.3g} TFLOP/s"
+            f"Rate: {machine.pairs_per_second:,.0f} pairs/s a rank, {work:,.0f} GFLOP a pair; "
+            f"products of the loss at {machine.flops_per_second / 1e12:.3g} TFLOP/s"
         )
     else:
         yield "Times: pass `--pairs-per-second` of a GPU, or the `--tflops` that it sustains."
@@ -123,11 +120,11 @@ def _memories(subject: Subject, machine: Machine, batch: int) -> Iterator[tuple[
 
 
 def _time_rows(
-    subject: Subject, machine: Machine, batch: int, rate: Rate, pairs: int | None
+    subject: Subject, machine: Machine, batch: int, pairs: int | None
 ) -> Iterator[tuple[str, ...]]:
     yield "seconds of a step", *Seconds._fields, "epoch"
     for method in METHODS:
-        found = seconds(method, batch, subject, machine, rate)
+        found = seconds(method, batch, subject, machine)
         hours = "-" if pairs is None else f"{epoch_hours(pairs, batch, found.step):,.2f} h"
         yield method.name, *(f"{each:,.3g}" for each in found), hours
 

@@ -124,9 +124,10 @@ def _measured(
     with _Counter() as counter:
         outputs = function(*args, **kwargs)
         flops, saved = counter.flops, counter.timeline[-1]
-        # Models of transformers also return tokens.
+        # Models of transformers also return tokens, and some their ids.
         tensors = tensors_in(outputs)
-        features = next((leaf for leaf in tensors if leaf.ndim == 2), tensors[0])
+        vectors = (leaf for leaf in tensors if leaf.ndim == 2 and leaf.is_floating_point())
+        features = next(vectors, tensors[0])
         # The step goes on with leaves, so that the graph is freed.
         outputs = map_tensors(outputs, lambda x: x.detach().requires_grad_(x.requires_grad))
         del tensors

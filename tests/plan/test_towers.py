@@ -89,6 +89,18 @@ def test_second_call_of_a_tower_adds_to_the_pair_and_not_to_the_row() -> None:
     assert twice.parameters == 2 * once.parameters
 
 
+def test_ids_that_a_tower_returns_are_no_features() -> None:
+    class WithIds(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.argmax(1, keepdim=True), super().forward(x)
+
+    model = nn.ModuleDict({"tower": WithIds(WIDTH, 8)})
+    towers = [find_tower(model, "tower")]
+    step = lambda pairs: model["tower"](torch.empty(pairs, WIDTH))  # noqa: E731
+    found = measure_towers(model, towers, step, PRECISIONS["32-true"])["tower"]
+    assert (found.width, found.parameters) == (8, 8 * WIDTH + 8)
+
+
 def test_tokens_that_a_tower_returns_are_counted() -> None:
     tower = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU())
     model = nn.ModuleDict({"tower": tower})
