@@ -300,6 +300,9 @@ class SpikeGuard(InstabilityMonitor):
             "spike": loss.is_spike or norm.is_spike,
             "non_finite_gradient": loss.is_finite and not norm.is_finite,
         }
+        # Clipping by value does not limit the norm.
+        is_by_value = trainer.gradient_clip_algorithm == "value"
+        clip_val = None if is_by_value else trainer.gradient_clip_val
         verdicts, event = [], None
         self._skips = self._skips + 1 if facts.skipped else 0
         first_bad = facts.step - self.patience + 1
@@ -308,7 +311,7 @@ class SpikeGuard(InstabilityMonitor):
             key = f"{kind} {facts.optimizer}"
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
             if self._runs[key] == 1 and event is None:
-                event = self._described(facts, loss, norm)
+                event = self._described(facts, loss, norm, clip_val)
                 verdicts.append(event)
             # Consecutive spikes are a new level; see `is_new_level`.
             if self._runs[key] == self.patience and kind != "spike":
@@ -328,24 +331,18 @@ class SpikeGuard(InstabilityMonitor):
         course = self._courses[facts.optimizer]
         used = self._courses[: len(trainer.optimizers)]
         course.rivals = [other for other in used if other is not course]
-        clip_val = self._clip_val() or math.inf
         for found in course.judge(facts.step, facts.loss, facts.gradient_norm):
-            is_clipped = clip_val <= found.numbers.get("lowest", 0.0)
+            is_clipped = (clip_val or math.inf) <= found.numbers.get("lowest", 0.0)
             verdicts.append(replace(found, tags=("clipped",)) if is_clipped else found)
         return verdicts
 
-    def _clip_val(self) -> float | None:
-        """Return the limit of the gradient norm; clipping by value limits no norm."""
-        trainer = self.recorder.trainer
-        is_by_value = trainer.gradient_clip_algorithm == "value"
-        return None if is_by_value else trainer.gradient_clip_val
-
-    def _described(self, facts: StepFacts, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
+    def _described(
+        self, facts: StepFacts, loss: SignalVerdict, norm: SignalVerdict, clip_val: float | None
+    ) -> Verdict:
         is_spent = self.action == "rewind" and self.rewinds >= self.max_rewinds
         action = "rewinds spent" if is_spent else self.action
         first_lr = self._lrs[0] if self._lrs and facts.optimizer == 0 else None
-        limits = {"first_lr": first_lr, "clip_val": self._clip_val()}
-        found = describe(facts, loss, norm, **limits, action=action)
+        found = describe(facts, loss, norm, first_lr=first_lr, clip_val=clip_val, action=action)
         return found.given(window=self.window_steps, z_threshold=self.z_threshold)
 
     def _rewind(self, trainer: pl.Trainer, facts: StepFacts) -> None:

@@ -109,7 +109,6 @@ class TensorCollector(SamplingMonitor):
     ) -> None:
         super().__init__(every_n_steps)
         self.baseline_samples = 0  # no more samples at the start
-        self._patterns = {each: _pattern(each) for each in include}
         self.include = tuple(include)
         self.collect = tuple(collect)
         self.reductions = tuple(reductions)
@@ -146,8 +145,8 @@ class TensorCollector(SamplingMonitor):
         known = list(modules) if "outputs" in self.collect else []
         known += parameters.values() if {*self.collect} - {"outputs"} else []
         chosen: set[str] = set()
-        for text, pattern in self._patterns.items():
-            found = [name for name in known if pattern.fullmatch(name)]
+        for text in self.include:
+            found = [*filter(_pattern(text).fullmatch, known)]
             if not found:
                 some = ", ".join(map(repr, known[:3]))
                 raise ValueError(usage("no_match", pattern=text, count=len(known), names=some))
