@@ -21,7 +21,8 @@ def memory_findings(run: StartedRun, gpu_memory: float, host_memory: float) -> l
     try:
         subject = subject_of_config(run.settings)
     except Exception as error:
-        run.notes.append(f"Memory: {str(error) or repr(error)}")
+        *_, reason = (str(error).strip() or repr(error)).splitlines()  # of a worker's traceback
+        run.notes.append(f"Memory: {reason}")
         return []
     per_node = subject.devices or 1
     ranks = per_node * subject.nodes

@@ -52,19 +52,28 @@ class CLIP(pl.LightningModule):
         return [torch.optim.AdamW(self.parameters(), fused=self.fused) for _ in range(count)]
 
 
+def _read(rows: list[int]) -> None:
+    # As from a worker, which would keep the port of this process open.
+    error = f"FileNotFoundError: images/{rows[0]}.png"
+    raise RuntimeError(f"Caught an error in a worker.\nOriginal Traceback:\n  ...\n{error}\n")
+
+
 class Pairs(pl.LightningDataModule):
     """Random pairs.
 
     Args:
         rows: Number of pairs.
         width: Width of an image.
+        missing: Whether the files of the images are missing.
     """
 
-    def __init__(self, rows: int = 64, width: int = 8) -> None:
+    def __init__(self, rows: int = 64, width: int = 8, missing: bool = False) -> None:
         super().__init__()
-        self.rows, self.width = rows, width
+        self.rows, self.width, self.missing = rows, width, missing
 
     def train_dataloader(self) -> DataLoader:
         """Return batches of 16."""
+        if self.missing:
+            return DataLoader(range(self.rows), 16, collate_fn=_read)
         sides = torch.randn(self.rows, self.width), torch.randn(self.rows, 8)
         return DataLoader(TensorDataset(*sides), batch_size=16)

@@ -262,6 +262,14 @@ def test_batch_that_does_not_fit_is_a_finding_with_a_remedy(
 
 
 @pytest.mark.slow
+def test_data_of_another_machine_are_noted_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(config(CACHE, data={"missing": True}), tmp_path, capsys)
+    assert "\nNot checked: Memory: FileNotFoundError: images/0.png\n" in said
+
+
+@pytest.mark.slow
 def test_config_from_a_pipe_is_read_once(capsys: pytest.CaptureFixture[str]) -> None:
     reading, writing = os.pipe()
     with open(writing, "w") as file:
