@@ -19,7 +19,11 @@ from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.skipping import StepSkipper
-from lightning_mp.callbacks._step.training_state import gather_objects, loss_scale_of
+from lightning_mp.callbacks._step.training_state import (
+    advised_plugin,
+    gather_objects,
+    loss_scale_of,
+)
 from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 from lightning_mp.numerics.replay_state import RngState, own_generators
 from lightning_mp.numerics.tensor_stats import StatField, tensor_stats
@@ -255,7 +259,9 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         eps = _lost_epsilon(trainer, found.numbers.get("dtype", ""))
         tags += ("unchecked",) * (not self.check_gradients) + ("epsilon",) * bool(eps)
-        tags += ("nan",) * (not _takes_clamp(trainer.precision_plugin))
+        # Plugins for sharded models take no `inf_clamp`.
+        taken = inspect.signature(advised_plugin(trainer).__init__).parameters
+        tags += ("nan",) * ("inf_clamp" not in taken)
         found = replace(found, tags=(*found.tags, *tags)).given(eps=eps, skips=skips)
         alarm = self.say(trainer, found, facts)
         if self.action == "raise":
@@ -273,12 +279,6 @@ def _lost_epsilon(trainer: pl.Trainer, dtype: str) -> float | None:
     groups = [group for each in trainer.optimizers for group in each.param_groups]
     used = [g.get("eps") for g in groups if any(p.dtype == zero.dtype for p in g["params"])]
     return next((eps for eps in used if isinstance(eps, float) and zero + eps == 0), None)
-
-
-def _takes_clamp(plugin: object) -> bool:
-    """Return whether remedies may name `inf_clamp`, which plugins for sharded models lack."""
-    taken = inspect.signature(type(plugin).__init__).parameters
-    return not isinstance(plugin, ScaledPrecision) or "inf_clamp" in taken
 
 
 def _is_manual(trainer: pl.Trainer) -> bool:

@@ -81,7 +81,8 @@ class OutputSampler:
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        for tensor in self._add(name, "activation", output):
+        # A backward may repeat a call, of which only the repetition may have a graph.
+        for tensor in self._add(name, "repetition" if _is_repetition() else "activation", output):
             trained = differentiable(tensor) if self.backward else None
             if trained is not None:
                 hook = trained.register_hook(partial(self._add_gradient, name))
@@ -91,11 +92,11 @@ class OutputSampler:
         self._add(name, "output_gradient", gradient)
 
     def _add_norm_input(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not _is_repetition():
             self._add(name, "norm_input", args[:1])
 
     def _add_function(self, name: str, values: Mapping[str, Tensor]) -> None:
-        for kind, value in values.items():
+        for kind, value in () if _is_repetition() else values.items():
             if kind == "expert":
                 self._add_experts(name, value)
             else:
@@ -120,6 +121,8 @@ class OutputSampler:
             self._calls[name, kind] += bool(tensors)
         if self._calls[name, kind] > self.max_calls:
             return []
+        if kind == "repetition":
+            return tensors
         # `pack_stats` calls about 200 functions; none of them must reach the mode.
         with torch._C.DisableTorchFunction(), outside_transforms():
             for tensor in (unwrapped(each).detach() for each in tensors):
@@ -137,6 +140,11 @@ class OutputSampler:
         rows_NK = pack_stats([tensor for _, tensor in waiting]) if waiting else ()
         for (key, _), row_K in zip(waiting, rows_NK, strict=True):
             self._rows.setdefault(key, []).append(row_K)
+
+
+def _is_repetition() -> bool:
+    """Return whether a backward is running, which repeats a forward, as checkpointing does."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def eager_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -21,12 +21,16 @@ from lightning_mp.optim._found_inf import takes_grad_scale
 from lightning_mp.precision._choice.module_selection import as_written
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.ledger import parameters_of
+from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.fsdp import FSDPBalancedAMP
 from lightning_mp.precision.loss_scaler import LossScaler
+from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 
 __all__ = [
     "Moment",
     "NamedTensors",
     "TrainingStep",
+    "advised_plugin",
     "gather_objects",
     "gather_ranks",
     "gradients_of",
@@ -101,10 +105,22 @@ def tags_of(trainer: pl.Trainer, facts: StepFacts) -> set[str]:
     holds = {
         "wide": not is_fp16(trainer),
         "ending": facts.is_rate_ending or not learning_rate_of(trainer),
-        "locator": any(type(each).__name__ == "NonFiniteLocator" for each in callbacks),
+        "locator": any(
+            kind.__name__ == "NonFiniteLocator" for each in callbacks for kind in type(each).__mro__
+        ),
         "rewinding": any(getattr(each, "action", "") == "rewind" for each in callbacks),
     }
     return {tag for tag, is_so in holds.items() if is_so}
+
+
+def advised_plugin(trainer: pl.Trainer) -> type[ScaledPrecision]:
+    """Return the class of plugin that a remedy names: the run's own, or one for its strategy."""
+    if isinstance(trainer.precision_plugin, ScaledPrecision):
+        return type(trainer.precision_plugin)
+    if isinstance(trainer.strategy, FSDPStrategy):
+        return FSDPBalancedAMP
+    is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+    return ModelParallelBalancedAMP if is_sharded else BalancedAMP
 
 
 def numbers_of(trainer: pl.Trainer, facts: StepFacts) -> dict[str, Any]:
@@ -117,7 +133,7 @@ def numbers_of(trainer: pl.Trainer, facts: StepFacts) -> dict[str, Any]:
     lists = {"kept": kept, "clamped": getattr(getattr(plugin, "inf_clamp", None), "modules", ())}
     return {
         **{key: "".join(f"{each!r}, " for each in given) for key, given in lists.items()},
-        "plugin": type(plugin).__name__ if is_ours else "BalancedAMP",
+        "plugin": advised_plugin(trainer).__name__,
         "lower_rate": learning_rate_of(trainer) / 2,
         "of_optimizer": f" of optimizer {facts.optimizer}" if facts.optimizer else "",
     }

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
 from lightning_mp.callbacks import ActivationRangeMonitor
@@ -279,6 +280,27 @@ def test_blocks_and_inputs_of_norms_are_measured_and_masks_raise_no_alarm() -> N
     assert near.value is not None
     last = float(near.message.partition("by about step ")[2].partition(". ")[0])
     assert abs(last - (near.step + near.value)) <= 2
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_forward_that_a_checkpoint_repeats_counts_once(use_reentrant: bool | None) -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            run = super().forward
+            if use_reentrant is None:
+                return run(x)
+            return checkpoint(run, x.requires_grad_(), use_reentrant=use_reentrant)
+
+    def plant(module: Any, step: int) -> None:
+        with torch.no_grad():
+            module.network[2].weight[0] = math.nan  # one of 48 outputs, in 32 rows
+
+    watcher = monitor(every_n_steps=1, backward=True)
+    network = lambda: Checkpointed(*perceptron())  # noqa: E731
+    watch(Watched(network, still, steps=1, sabotage=plant), [watcher])
+    bad = first(watcher, "activation_non_finite")
+    assert (bad.tensor, bad.value) == ("network.2", 32)
+    assert first(watcher, "output_gradient_non_finite").tensor == "network.4"
 
 
 def test_buffer_that_becomes_non_finite_is_named_but_a_mask_is_not() -> None:

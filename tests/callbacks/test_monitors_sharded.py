@@ -1,17 +1,20 @@
 """Monitors on two ranks that hold different shards: FSDP 1 and 2, tensor parallelism."""
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import AdamW
 
-from lightning_mp import FSDPBalancedAMP, ModelParallelBalancedAMP
+from lightning_mp import BalancedAMP, FSDPBalancedAMP, ModelParallelBalancedAMP
 from lightning_mp.callbacks._rules.adam_statistics import adam_statistics
-from lightning_mp.callbacks._step.training_state import TrainingStep
+from lightning_mp.callbacks._step.training_state import TrainingStep, advised_plugin
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from tests.callbacks.test_monitors_together import monitors
 from tests.precision.test_fsdp import SCALE, _Model, _SelfSharding, batches, fit_on_ranks
@@ -43,6 +46,21 @@ def _train(rank: int, kind: str) -> tuple[list[Any], list[Any]]:
     alarms = [alarm.severity for monitor in watching for alarm in monitor.alarms]
     assert watching.pop().names == names
     return [monitor.history.curves for monitor in watching], alarms
+
+
+@pytest.mark.parametrize(
+    ("strategy", "plugin"),
+    [
+        (FSDPStrategy, FSDPBalancedAMP),
+        (ModelParallelStrategy, ModelParallelBalancedAMP),
+        (DDPStrategy, BalancedAMP),
+    ],
+)
+def test_remedies_for_stock_precision_name_the_plugin_for_the_strategy(
+    strategy: Any, plugin: Any
+) -> None:
+    trainer: Any = SimpleNamespace(precision_plugin=Precision(), strategy=strategy())
+    assert advised_plugin(trainer) is plugin
 
 
 @pytest.mark.distributed
