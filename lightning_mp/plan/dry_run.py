@@ -26,7 +26,7 @@ from lightning_mp._nested import open_container, tensors_in
 from lightning_mp.cli.reasons import reason_of
 from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.subject import PRECISIONS, StaticBytes, Subject, TowerBytes
-from lightning_mp.plan.tower_bytes import SIZES, blank, computing_in, measure_towers
+from lightning_mp.plan.tower_bytes import SIZES, blank, measure_towers
 from lightning_mp.precision._weights.half_module import cast_castable
 
 __all__ = ["DryRun"]
@@ -144,7 +144,7 @@ class DryRun:
         *,
         fake: bool,
     ) -> tuple[LightningModule, list[Optimizer], dict[str, TowerBytes]]:
-        with made_in, computing_in(precision):
+        with made_in:
             model = self._model()
             model.setup("fit")
             try:
@@ -155,7 +155,9 @@ class DryRun:
                     model.configure_model()
                 found = [find_tower(model, name) for name in towers]
         if fake:
-            blank(model)
+            blank(model, precision.weights_dtype)
+        else:
+            model.to(precision.weights_dtype)
         optimizers = _optimizers(self._settings, model)
         self._trainer.strategy.optimizers = optimizers
         # The index of the batch is optional, as in `fit`.
@@ -163,8 +165,8 @@ class DryRun:
 
         def step(size: int) -> None:
             batch = self._resized(self._batch, size)
-            if precision.policy == "weights":  # as by Lightning's plugins
-                batch = cast_castable(batch, precision.activations)
+            if precision.weights_dtype:  # as by Lightning's plugins
+                batch = cast_castable(batch, precision.weights_dtype)
             batch = model._on_before_batch_transfer(batch)
             batch = model._apply_batch_transfer_handler(batch, torch.device("cpu"))
             self._stepped[size] = _bytes(batch)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.subject import PRECISIONS, Subject
-from lightning_mp.plan.tower_bytes import blank, computing_in, measure_towers
+from lightning_mp.plan.tower_bytes import blank, measure_towers
 
 __all__ = ["CLIP_SIZES", "subject_of_model"]
 
@@ -41,17 +41,17 @@ def subject_of_model(name: str, precision: str) -> Subject:
     Raises:
         ValueError: No installed library has a model of this name.
     """
-    build = _builder(name)
+    build, static = _builder(name), PRECISIONS[precision]
     with FakeTensorMode():
-        with computing_in(PRECISIONS[precision]):  # fake weights cannot be converted later
-            model, names, size, tokens = build(name)
+        model, names, size, tokens = build(name)
+        blank(model, static.weights_dtype)
         image, text = (find_tower(model, tower) for tower in names)
 
         def step(pairs: int) -> None:
             getattr(model, names[0])(torch.empty(pairs, 3, size, size))
             getattr(model, names[1])(torch.zeros(pairs, tokens, dtype=torch.int64))
 
-        measured = measure_towers(model, (image, text), step, PRECISIONS[precision])
+        measured = measure_towers(model, (image, text), step, static)
     return Subject.of(
         model,
         [torch.optim.AdamW(model.parameters())],
@@ -93,7 +93,6 @@ def _of_open_clip(name: str) -> _Built:
     # open_clip moves the model to a device, which fake tensors refuse.
     with unset_fake_temporarily(), torch.device("meta"):
         model = open_clip.create_model(name, pretrained=None, device="meta")
-    blank(model)
     size, tokens = config["vision_cfg"]["image_size"], config["text_cfg"]["context_length"]
     return model, ("encode_image", "encode_text"), size, tokens
 

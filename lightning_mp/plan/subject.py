@@ -32,6 +32,11 @@ class StaticBytes:
     policy: str  # source of this dtype: `"none"`, `"autocast"` or `"weights"`
     stepped: str = "float32"  # dtype of the weights that the optimizer receives
 
+    @property
+    def weights_dtype(self) -> torch.dtype | None:
+        """The dtype that a half model has; `None` if the weights keep theirs."""
+        return self.activations if self.policy == "weights" else None
+
     def at_rest(self, parameters: int, states: Mapping[str, int], frozen: int = 0) -> float:
         """Return the bytes of weights, copies, optimizer states and buckets."""
         weights = parameters * (self.weight + self.copy + self.bucket) + frozen * self.frozen

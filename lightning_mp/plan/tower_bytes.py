@@ -43,21 +43,27 @@ def computing_in(precision: StaticBytes) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def blank(model: nn.Module) -> None:
-    """Replace parameters and buffers by empty tensors, without memory inside `FakeTensorMode`."""
+def blank(model: nn.Module, half: torch.dtype | None = None) -> None:
+    """Replace parameters and buffers by empty tensors, without memory inside `FakeTensorMode`.
+
+    With `half`, all floating-point ones get this dtype, as by Lightning's plugins.
+    """
     blanks: dict[Tensor, Any] = {}  # weights that modules share stay shared
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is None or isinstance(tensor, FakeTensor):
+                if tensor is None:
+                    continue
+                dtype = half if half and tensor.is_floating_point() else tensor.dtype
+                if isinstance(tensor, FakeTensor) and tensor.dtype == dtype:
                     continue
                 if tensor not in blanks:
-                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    empty = torch.empty(tensor.shape, dtype=dtype)
                     is_weight = isinstance(tensor, nn.Parameter)
                     blanks[tensor] = (
                         nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
                     )
-                tensors[name] = blanks[tensor]
+                setattr(module, name, blanks[tensor])  # an LSTM has a list of its weights, too
 
 
 class _Counter(TorchDispatchMode):
@@ -84,7 +90,8 @@ class _Counter(TorchDispatchMode):
         for storage in _storages(returned):
             if storage._cdata not in known and storage._cdata not in self._alive:
                 self._add(storage)
-        self.timeline.append(self._bytes)
+        if func.namespace != "prim":  # only the first access to a device is an operator
+            self.timeline.append(self._bytes)
         return returned
 
     def _add(self, storage: torch.UntypedStorage) -> None:

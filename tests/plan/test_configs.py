@@ -98,6 +98,27 @@ class ShardsTowers(WithLoader):
         fully_shard(self.visual, mesh=self.device_mesh["data_parallel"])
 
 
+class Pretrained(WithLoader):
+    """Has weights in fp32 whatever the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = nn.Linear(12, 8, dtype=torch.float32)
+
+
+class Recurrent(WithLoader):
+    """Has a recurrent tower, which keeps a list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Sequential(nn.LSTM(6, 8, batch_first=True), _Features())
+
+
+class _Features(nn.Module):
+    def forward(self, outputs: tuple[Tensor, object]) -> Tensor:
+        return outputs[0]
+
+
 class Sparse(WithLoader):
     """Has sparse gradients."""
 
@@ -259,11 +280,18 @@ def test_precision_is_that_of_the_config(tmp_path: Path, given: Any, name: str) 
     assert subject(tmp_path, WithLoader, **given).precision == name
 
 
+@pytest.mark.parametrize("model", [WithLoader, Pretrained])
 @pytest.mark.parametrize("given", [{"precision": "bf16-true"}, {"plugins": "PureFP16"}])
-def test_half_models_receive_half_batches(tmp_path: Path, given: Any) -> None:
-    found = subject(tmp_path, WithLoader, **given)
+def test_half_models_receive_half_batches(tmp_path: Path, given: Any, model: type) -> None:
+    found = subject(tmp_path, model, **given)
     assert (found.loaded_pair_bytes, found.pair_bytes) == (4 * (12 + 6), 2 * (12 + 6))
     assert found.towers["visual"].saved_per_pair == 2 * 8
+
+
+def test_weights_of_a_recurrent_tower_in_half_are_counted(tmp_path: Path) -> None:
+    found = subject(tmp_path, Recurrent, plugins="PureFP16")
+    assert found.found == "on tensors without memory"
+    assert found.towers["text"].parameters == 4 * 8 * (6 + 8 + 2)
 
 
 def test_precision_without_a_row_is_refused(tmp_path: Path) -> None:
