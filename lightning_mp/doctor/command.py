@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from lightning_mp._arguments import check_arguments
+
 __all__ = ["doctor"]
 
 
+@check_arguments(gpu_memory="(0, inf)", host_memory="(0, inf)")
 def doctor(settings: dict[str, Any], gpu_memory: float = 80.0, host_memory: float = 1000.0) -> None:
     """Check the configuration of a run, without running a batch.
 

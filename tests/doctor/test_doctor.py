@@ -261,6 +261,14 @@ def test_batch_that_does_not_fit_is_a_finding_with_a_remedy(
     assert "A batch of 128 on 8 ranks needs" in said
 
 
+@pytest.mark.parametrize("name", ["gpu_memory", "host_memory"])
+def test_memory_out_of_range_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config(CACHE)))
+    with pytest.raises(SystemExit, match=f"`{name}` must be a finite number above 0"):
+        main(["doctor", "--config", str(path), f"--{name}=-1"])
+
+
 @pytest.mark.slow
 def test_data_of_another_machine_are_noted_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
