@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.subject import PRECISIONS, Subject
@@ -39,7 +43,7 @@ def subject_of_model(name: str, precision: str) -> Subject:
         precision: A key of `PRECISIONS`.
 
     Raises:
-        ValueError: No installed library has a model of this name.
+        ValueError: No installed library has a model of this name, or it cannot be measured.
     """
     build, static = _builder(name), PRECISIONS[precision]
     with FakeTensorMode():
@@ -51,7 +55,14 @@ def subject_of_model(name: str, precision: str) -> Subject:
             getattr(model, names[0])(torch.empty(pairs, 3, size, size))
             getattr(model, names[1])(torch.zeros(pairs, tokens, dtype=torch.int64))
 
-        measured = measure_towers(model, (image, text), step, static)
+        try:
+            measured = measure_towers(model, (image, text), step, static)
+        except DataDependentOutputException as error:
+            raise ValueError(
+                f"Passed `--model {name}`, whose forward reads values, but `plan` runs it on "
+                "tensors without memory. Pass the YAML file of your own run by `--config`, whose "
+                "batches have values."
+            ) from error
     return Subject.of(
         model,
         [torch.optim.AdamW(model.parameters())],
@@ -75,7 +86,7 @@ def _builder(name: str) -> Callable[[str], _Built]:
     if has_transformers:
         import transformers
 
-        is_class = hasattr(getattr(transformers, name, None), "config_class")
+        is_class = getattr(getattr(transformers, name, None), "config_class", None) is not None
         if name in CLIP_SIZES or is_class or "/" in name or os.path.isdir(name):
             return _of_transformers
     raise ValueError(

@@ -144,6 +144,8 @@ def test_folder_in_the_working_directory_is_a_model(
         ("Siglip2Model", "texts, which Siglip2Config does not describe"),
         ("XCLIPModel", "`--model XCLIPModel`. `plan` needs a tower for images of a fixed size"),
         ("CLIPConfig", "Passed `--model CLIPConfig`. It must be one of"),
+        ("PreTrainedModel", "Passed `--model PreTrainedModel`. It must be one of"),
+        ("GroupViTModel", "whose forward reads values"),
     ],
 )
 def test_model_that_cannot_be_planned_raises_an_error_in_a_sentence(name: str, said: str) -> None:
