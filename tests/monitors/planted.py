@@ -113,7 +113,7 @@ class Fit(Learner):
         self,
         network: Callable[[], nn.Module] = perceptron,
         *,
-        steps: int = 200,
+        steps: int = 120,
         lr: float = 3e-3,
         optimizer: Callable[..., Optimizer] = AdamW,
         schedule: Callable[[int], float] = lambda step: 1.0,

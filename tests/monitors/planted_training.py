@@ -127,7 +127,7 @@ FAILURES = [
     ),
     Planted(
         name="optimizer with the parameters of the last layer only",
-        settings={"optimizer": of_last_layer, "share": 0.4},
+        settings={"optimizer": of_last_layer, "steps": 200, "share": 0.4},
         monitor="ParameterMonitor", kind="not_optimized", tensors=("network.0.weight",), step=50,
         advises="Pass them to an optimizer",
         cure="an optimizer with all parameters", remedy={"optimizer": AdamW},
@@ -172,7 +172,7 @@ FAILURES = [
     ),
     Planted(
         name="weight decay of 30",
-        settings={"optimizer": decayed},
+        settings={"optimizer": decayed, "steps": 200},
         monitor="ParameterMonitor", kind="weight_collapse", step=150,
         advises="Lower `weight_decay`",
         cure="a weight decay of 0.1",
