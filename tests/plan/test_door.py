@@ -2,11 +2,13 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -145,9 +147,17 @@ def test_folder_in_the_working_directory_is_a_model(
         ("XCLIPModel", "`--model XCLIPModel`. `plan` needs a tower for images of a fixed size"),
         ("CLIPConfig", "Passed `--model CLIPConfig`. It must be one of"),
         ("PreTrainedModel", "Passed `--model PreTrainedModel`. It must be one of"),
-        ("GroupViTModel", "whose forward reads values"),
     ],
 )
 def test_model_that_cannot_be_planned_raises_an_error_in_a_sentence(name: str, said: str) -> None:
     with pytest.raises(SystemExit, match=said):
         main(["plan", "--model", name, "--batch", "1k"])
+
+
+def test_model_that_reads_values_raises_an_error_in_a_sentence(monkeypatch: Any) -> None:
+    def reads(self: Any, pixel_values: Any) -> Any:
+        return pixel_values.sum().item()
+
+    monkeypatch.setattr(transformers.CLIPModel, "get_image_features", reads)
+    with pytest.raises(SystemExit, match="`--model ViT-B/32`, whose forward reads values"):
+        main(["plan", "--model", "ViT-B/32", "--batch", "1k"])
