@@ -28,7 +28,7 @@ from lightning_mp.callbacks._rules.moments import (
 )
 from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._step.batches import tensors_in
-from lightning_mp.callbacks._step.outputs import eager_modules
+from lightning_mp.callbacks._step.outputs import eager_modules, is_repetition
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import (
     Moment,
@@ -169,7 +169,7 @@ class TensorCollector(SamplingMonitor):
 
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         # A compiled function traces this hook, and a backward may repeat the forward.
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling() or is_repetition():
             return
         tensors = [t for t in tensors_in(output) if t.dtype in VALUE_DTYPES]
         with outside_transforms():

@@ -17,7 +17,7 @@ from lightning_mp.numerics.floats import VALUE_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import StatField
 from lightning_mp.numerics.transforms import differentiable, outside_transforms, unwrapped
 
-__all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules"]
+__all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules", "is_repetition"]
 
 _TOGETHER = 2**18  # values that are measured together, so that few copies are held
 
@@ -82,7 +82,7 @@ class OutputSampler:
         if torch.compiler.is_compiling():
             return
         # A backward may repeat a call, of which only the repetition may have a graph.
-        for tensor in self._add(name, "repetition" if _is_repetition() else "activation", output):
+        for tensor in self._add(name, "repetition" if is_repetition() else "activation", output):
             trained = differentiable(tensor) if self.backward else None
             if trained is not None:
                 hook = trained.register_hook(partial(self._add_gradient, name))
@@ -92,11 +92,11 @@ class OutputSampler:
         self._add(name, "output_gradient", gradient)
 
     def _add_norm_input(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling() and not _is_repetition():
+        if not torch.compiler.is_compiling() and not is_repetition():
             self._add(name, "norm_input", args[:1])
 
     def _add_function(self, name: str, values: Mapping[str, Tensor]) -> None:
-        for kind, value in () if _is_repetition() else values.items():
+        for kind, value in () if is_repetition() else values.items():
             if kind == "expert":
                 self._add_experts(name, value)
             else:
@@ -142,7 +142,7 @@ class OutputSampler:
             self._rows.setdefault(key, []).append(row_K)
 
 
-def _is_repetition() -> bool:
+def is_repetition() -> bool:
     """Return whether a backward is running, which repeats a forward, as checkpointing does."""
     return torch._C._current_graph_task_id() != -1
 
