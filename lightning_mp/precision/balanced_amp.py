@@ -178,8 +178,11 @@ class BalancedAMP(ScaledPrecision):
         # round products in optimizers, as of Adafactor's factors, to half.
         with super()._step_of(optimizer), torch.autocast(self._device_type, enabled=False):
             yield
+        stepped = self.main_params(optimizer)
         if self._is_inside:  # a forward may follow in this step, as in manual optimization
-            self._working.refresh(self.main_params(optimizer))
+            self._working.refresh(stepped)
+        else:
+            self._working.expire(stepped)
 
     @override
     @contextlib.contextmanager

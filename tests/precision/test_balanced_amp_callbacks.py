@@ -1,5 +1,6 @@
 """BalancedAMP and PureFP16 with Lightning's callbacks and entry points, against fp32."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
@@ -69,6 +71,27 @@ def test_layers_unfrozen_in_training_train_as_in_fp32(plugin_type: Any) -> None:
         states = [s["momentum_buffer"].dtype for s in optimizer.state.values()]
         assert states == [torch.float32] * 6
     assert relative(model, reference, start) < 2**-8
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_forward_in_a_hook_under_autocast_uses_the_stepped_weights(fused: bool) -> None:
+    outputs = []
+
+    class Samples(Regression):
+        def loss(self, batch: list[Tensor]) -> Tensor:
+            return self.network(batch[0]).float().square().mean()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            layer, x = self.network, torch.ones(1, 300)
+            with torch.no_grad(), torch.autocast("cpu", torch.float16):
+                outputs.append((layer(x), nn.functional.linear(x, layer.weight, layer.bias)))
+
+    data = DataLoader(TensorDataset(torch.randn(12, 300)), batch_size=4)
+    network = functools.partial(nn.Linear, 300, 300)  # small weights have no copies
+    model = Samples(network, lambda parameters: AdamW(parameters, lr=0.1, fused=fused))
+    fit(model, BalancedAMP(), data)
+    for output, expected in outputs:
+        torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.slow

@@ -289,6 +289,20 @@ def test_training_step_that_returns_none_changes_nothing(
             assert torch.equal(model.weights[1], model.weights[0])
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@plugins
+def test_weight_held_twice_by_its_group_equals_fp32(make_plugin: Callable[[], Plugin]) -> None:
+    class HeldTwice(Regression):
+        def configure_optimizers(self) -> Optimizer:
+            return SGD([*self.parameters(), self.network[0].weight], lr=0.1)
+
+    reference, model = HeldTwice(), HeldTwice()
+    start, plugin = parameters_of(model), make_plugin()
+    fit(reference, None, loader(4))
+    fit(model, plugin, loader(4))
+    assert moved_alike(model, reference, start) < tolerance(plugin)
+
+
 # --- several optimizers --------------------------------------------------------------------------
 
 

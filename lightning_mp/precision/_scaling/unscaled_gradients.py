@@ -83,9 +83,10 @@ class UnscaledGradients:
                 "instead of `loss.backward()`. For gradients of other functions, such as "
                 "`torch.autograd.grad`, pass `loss_scale=1.0` to the plugin, or use bf16."
             )
-        fresh = [p for p in parameters if id(p) not in self._unscaled]
-        before = [p for p in parameters if id(p) in self._unscaled]
-        for p in parameters:
+        fresh: list[Tensor] = []
+        before: list[Tensor] = []
+        for p in parameters:  # a group may hold a shared weight twice
+            (before if id(p) in self._unscaled else fresh).append(p)
             grad = p.grad
             self._scaled.pop(id(grad), None)
             if grad is not None and grad.dtype in HALF_DTYPES:

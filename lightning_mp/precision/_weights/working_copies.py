@@ -291,6 +291,12 @@ class WorkingCopies:
         for parameter, entry in fitting:
             entry.note(parameter)
 
+    def expire(self, parameters: Iterable[Tensor]) -> None:
+        """Update the copies of some parameters when they are used, or at the start of a step."""
+        for p in parameters:
+            if (entry := self._ledger.entries.get(id(p))) is not None:
+                entry.stamp = None  # fused optimizers do not count their writes
+
     def _write_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         """Replace half copies by parameters in a `state_dict` that is read during a forward."""
         # A thread that saved checkpoints during training saved half weights in 6 of 100.
