@@ -120,7 +120,6 @@ class GradientCache:
         self.unreduced: dict[Any, None] = {}
         """Sharded modules that may hold gradients which are not reduced yet, in order."""
         self._differences = AsyncReadback()
-        self._has_pending_differences = False  # not yet arrived on the host
         self.calls = 0
         """Number of calls of towers so far."""
         self.micro_batch_sizes: dict[str, int] = {}
@@ -260,10 +259,8 @@ class GradientCache:
             return function(*args, **kwargs)
         name = tower.name
         _check_no_transform(name)
-        if self._has_pending_differences:
-            # On CUDA, differences of earlier replays are read when they have arrived.
-            self._check_differences(self._differences.ready())
-            self._has_pending_differences = len(self._differences) > 0
+        # On CUDA, differences of earlier replays are read when they have arrived.
+        self._check_differences(self._differences.ready())
         self.calls += 1
         earlier = self._earlier[name, id(tower.module)]
         arguments = Arguments(tower, args, kwargs, self.declared, earlier, self._expected_rows)
@@ -344,7 +341,6 @@ class GradientCache:
                 self._check_differences([(0, difference, context)])
             else:
                 self._differences.submit(0, difference, **context)
-                self._has_pending_differences = True
         return replayed.gradients
 
     def _check_differences(self, arrived: Sequence[Any]) -> None:

@@ -147,23 +147,17 @@ class TowerCall:
         self._micro_batches.split(micro_batch_size, count)
         try:
             for rows, leaves in self._micro_batches.first_run():
-                inputs = self._micro_batches.for_grad(leaves)
-                args, kwargs = self._arguments.rebuild(leaves)
                 self._buffers.restore(keep_grown=True)
                 rng = RngState(self.device, self.module)
-                with self._autocast:
-                    returned = self._function(*args, **kwargs)
+                returned, inputs = self._run(leaves)
                 self._buffers.collect(rows.stop - rows.start)
                 opened = self.outputs.open(returned, rows)
-                is_padded = self._micro_batches.is_padded
-                self.outputs.add(
-                    opened, rows, self._micro_batches.lengths(rows) if is_padded else {}
-                )
+                self.outputs.add(opened, rows, self._micro_batches.lengths(rows))
                 # Without grad, no replay follows.
                 sketches = [Sketch(x) for x in opened.tensors if torch.is_grad_enabled()]
                 known = self.trained.note(opened.tensors, inputs)
                 self._first_runs.append(_FirstRun(rng, known, sketches))
-                del args, kwargs, leaves, returned, inputs, opened  # frees the graph now
+                del leaves, returned, inputs, opened  # frees the graph now
         except SharedWriteError as error:
             raise RuntimeError(
                 f"The tower `{self.tower}` writes in place to "
@@ -203,12 +197,9 @@ class TowerCall:
                 self._micro_batches, self._first_runs, strict=True
             ):
                 with torch.enable_grad(), self._context():
-                    inputs = self._micro_batches.for_grad(leaves)
-                    args, kwargs = self._arguments.rebuild(leaves)
                     self._buffers.rewind()
                     first_run.rng.restore()
-                    with self._autocast:
-                        returned = self._function(*args, **kwargs)
+                    returned, inputs = self._run(leaves)
                 roots, grads = [], []
                 opened = self.outputs.open(returned, rows).tensors
                 for index, (tensor, cotangent, sketch) in enumerate(
@@ -220,7 +211,7 @@ class TowerCall:
                         grads.append(
                             self.outputs.micro_batch_cotangent(index, cotangent, rows, tensor)
                         )
-                del args, kwargs, returned
+                del returned
                 if not roots:
                     continue
                 # Gradients are reduced once, when they are complete.
