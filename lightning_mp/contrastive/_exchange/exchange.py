@@ -139,7 +139,7 @@ class Ring(Exchange):
         for step in range(self.world_size):
             sending = None
             if step + 1 < self.world_size:  # travels while this rank works on it
-                sending = Sending(visiting, self.empty_like(visiting, step + 1), self)
+                sending = Sending(visiting, step + 1, self)
             yield Visit(visiting, 0 if step == 0 else None, own)
             if sending is not None:
                 visiting = sending.wait()
@@ -147,22 +147,19 @@ class Ring(Exchange):
     def home(self, combine: Combine) -> "FollowingSum":
         return FollowingSum(self, combine)
 
-    def empty_like(self, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
-        """Return buffers for the shard that this rank holds at `step`."""
-        size = self.batch_sizes[(self.rank - step) % self.world_size]
-        return [tensor.new_empty(size, *tensor.shape[1:]) for tensor in tensors]
-
 
 class Sending:
     """Sends tensors to the next rank and receives others from the previous one, in the background.
 
-    `outgoing` are held until `wait` returns, because a send reads them in place.
+    The received ones belong to the shard that this rank holds at `step`. `outgoing` are held until
+    `wait` returns, because a send reads them in place.
     """
 
-    def __init__(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ring: Ring) -> None:
+    def __init__(self, outgoing: Sequence[Tensor], step: int, ring: Ring) -> None:
         # Sends require contiguous memory.
         self._outgoing = [tensor.contiguous() for tensor in outgoing]
-        self._incoming = list(incoming)
+        size = ring.batch_sizes[(ring.rank - step) % ring.world_size]
+        self._incoming = [x.new_empty(size, *x.shape[1:]) for x in self._outgoing]
         # One batch of sends and receives: NCCL runs the operations of a group in order, so two
         # ranks that both sent first would wait for each other.
         following, previous = ((ring.rank + step) % ring.world_size for step in (1, -1))
@@ -208,8 +205,7 @@ class FollowingSum(Home):
         self._sum = total
         if self._ring.world_size > 1:
             # The arriving sum belongs to the next shard, which may have another size.
-            incoming = self._ring.empty_like([total], self._step)
-            self._sum = Sending([total], incoming, self._ring)
+            self._sum = Sending([total], self._step, self._ring)
 
     def result(self) -> Tensor:
         if self._sum is None or self._step != self._ring.world_size:
