@@ -13,6 +13,7 @@ from lightning_mp.contrastive._call.request import GIVEN, PairArguments, Request
 from lightning_mp.contrastive._sums.agreement import refuse_on_all_ranks
 from lightning_mp.contrastive.loss import ContrastiveLoss
 from lightning_mp.contrastive.statistics import LossStatistics
+from lightning_mp.numerics.floats import accumulation_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -178,4 +179,7 @@ class MatryoshkaLoss(nn.Module):
 
     def _cut(self, features: Tensor, width: int) -> Tensor:
         part = features[..., :width]
-        return F.normalize(part, dim=-1) if self.normalize else part
+        if not self.normalize:
+            return part
+        # In fp16, the epsilon of `normalize` is 0, and a prefix of zeros would be NaN.
+        return F.normalize(part.to(accumulation_dtype(part.dtype)), dim=-1).to(part.dtype)

@@ -197,6 +197,15 @@ def test_other_losses_are_called_for_each_width(loss: Any, options: dict[str, Te
     assert torch.equal(found, right)
 
 
+@pytest.mark.parametrize("loss", [ContrastiveLoss(), SigmoidContrastiveLoss()])
+def test_prefix_of_zeros_in_fp16_has_the_loss_of_fp32(loss: ContrastiveLoss) -> None:
+    image, text = torch.randn(2, 6, 8).half()
+    image[0, :4] = 0
+    loss_fn = MatryoshkaLoss(widths=[8, 4], loss=loss)
+    expected = loss_fn(image.float(), text.float(), 10.0)
+    torch.testing.assert_close(loss_fn(image, text, 10.0), expected, rtol=5e-3, atol=0)
+
+
 def test_output_dict_second_derivatives_and_repr() -> None:
     image, text, scale = data(10, 10, 24, 2, torch.float32)
     loss_fn = MatryoshkaLoss(widths=[24, 8])
