@@ -49,10 +49,8 @@ def _statistics_problem(request: Request) -> str | None:
 
 def _features_problem(name: str, features: object) -> str | None:
     if not isinstance(features, Tensor):
-        return (
-            f"Passed `{name}` of type {type(features).__name__}. It must be a tensor of shape "
-            "(batch, width). Pass the encoder's output tensor, such as its `pooler_output`."
-        )
+        fix = "the encoder's output tensor, such as its `pooler_output`"
+        return _type_problem(name, features, "shape (batch, width)", fix)
     shape = list(features.shape)
     if features.ndim != 2:
         return (
@@ -65,6 +63,13 @@ def _features_problem(name: str, features: object) -> str | None:
             "pair; `DataLoader(drop_last=True)` drops a short last batch."
         )
     return _dtype_problem(name, features)
+
+
+def _type_problem(name: str, value: object, content: str, fix: str) -> str:
+    return (
+        f"Passed `{name}` of type {type(value).__name__}. It must be a tensor of {content}. "
+        f"Pass {fix}."
+    )
 
 
 def _dtype_problem(name: str, features: Tensor) -> str | None:
@@ -186,10 +191,7 @@ def _ids_problem(request: Request) -> str | None:
             "define the positives. Pass `ids=...` in the call, or leave `duplicates` out."
         )
     if not isinstance(ids, Tensor):
-        return (
-            f"Passed `ids` of type {type(ids).__name__}. It must be a tensor of integers, one for "
-            "each text. Pass `torch.tensor(ids)`."
-        )
+        return _type_problem("ids", ids, "integers, one for each text", "`torch.tensor(ids)`")
     if ids.shape != text.shape[:1] or ids.is_floating_point() or ids.is_complex():
         return (
             f"Passed `ids` of dtype {ids.dtype} and shape {list(ids.shape)} with texts of shape "
@@ -201,10 +203,8 @@ def _ids_problem(request: Request) -> str | None:
 
 def _weights_problem(weights: Tensor, image: Tensor) -> str | None:
     if not isinstance(weights, Tensor):
-        return (
-            f"Passed `weights` of type {type(weights).__name__}. It must be a tensor of numbers "
-            "that are not negative, one for each image. Pass `torch.tensor(weights)`."
-        )
+        content = "numbers that are not negative, one for each image"
+        return _type_problem("weights", weights, content, "`torch.tensor(weights)`")
     if weights.shape != image.shape[:1] or weights.is_complex() or weights.dtype == torch.bool:
         return (
             f"Passed `weights` of dtype {weights.dtype} and shape {list(weights.shape)} with "
@@ -221,10 +221,8 @@ def _weights_problem(weights: Tensor, image: Tensor) -> str | None:
 def _positives_problem(request: Request) -> str | None:
     positives, image = request.positives, request.image
     if not isinstance(positives, Tensor):
-        return (
-            f"Passed `positives` of type {type(positives).__name__}. It must be a tensor of the "
-            "texts' row numbers, one or several for each image. Pass `torch.tensor(positives)`."
-        )
+        content = "the texts' row numbers, one or several for each image"
+        return _type_problem("positives", positives, content, "`torch.tensor(positives)`")
     if request.duplicates != "mask":
         return (
             f"Passed `positives` to `ContrastiveLoss(duplicates={request.duplicates!r})`, where "
@@ -248,10 +246,8 @@ def _negatives_problem(request: Request) -> str | None:
             "out."
         )
     if not isinstance(negatives, Tensor):
-        return (
-            f"Passed `negatives` of type {type(negatives).__name__}. It must be a tensor of shape "
-            "(batch, negatives of each image, width). Pass `torch.stack(negatives, 1)`."
-        )
+        content = "shape (batch, negatives of each image, width)"
+        return _type_problem("negatives", negatives, content, "`torch.stack(negatives, 1)`")
     shape = list(negatives.shape)
     if negatives.ndim != 3 or [shape[0], shape[2]] != list(image.shape):
         return (
