@@ -212,6 +212,21 @@ def test_mask_that_a_tower_writes_to_raises() -> None:
         make_cache().call(WritesToMask(), torch.ones(7, 4), torch.ones(1, 4))
 
 
+def test_tower_may_write_in_place_to_the_images_of_a_list() -> None:
+    class Centers(nn.Linear):
+        def forward(self, images: list[Tensor]) -> Tensor:
+            return super().forward(torch.stack([image.sub_(0.5).mean((1, 2)) for image in images]))
+
+    def images() -> list[Tensor]:
+        return [torch.full((3, 4 + size, 5), float(size)) for size in range(6)]
+
+    tower = Centers(3, 4)
+    cache = GradientCache(micro_batch_size=2, roles={"images": "rows"})
+    features = cache.call(tower, images())
+    assert torch.allclose(features, tower(images()))
+    features.square().sum().backward()
+
+
 class Expanded(nn.Module):
     def __init__(self) -> None:
         super().__init__()

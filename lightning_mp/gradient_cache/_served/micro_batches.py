@@ -166,8 +166,10 @@ class MicroBatches:
         return self._on_device(self._rows(index, rows, cut_padding))
 
     def _on_device(self, part: Any) -> Any:
-        # A list with one item per row may contain tensors, such as images of different sizes.
-        return map_tensors(part, lambda tensor: tensor.to(self._device))
+        # A list with one item per row may contain tensors, such as images of different sizes. They
+        # are copied, because writes are only counted for single tensors.
+        copy = not isinstance(part, Tensor)
+        return map_tensors(part, lambda tensor: tensor.to(self._device, copy=copy))
 
     def _prefetched(self) -> Iterator[tuple[slice, list[Any]]]:
         """Copy micro-batches on a separate stream, ahead of the current stream.
