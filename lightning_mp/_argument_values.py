@@ -212,9 +212,7 @@ def _of_numbers(kind: type, bounds: str) -> _Kind:
         # `True` is an `int` in Python.
         if isinstance(value, bool) or not isinstance(value, accepted):
             return _REFUSED
-        if (
-            isinstance(value, numbers.Integral) and abs(int(value)) > most
-        ):  # a deque's maxlen has 64 bits
+        if isinstance(value, numbers.Integral) and abs(int(value)) > most:  # a deque's maxlen
             return _REFUSED
         is_inside = low < value < high or (takes_low and value == low)  # NaN is not
         if not (is_inside or (takes_high and value == high)):

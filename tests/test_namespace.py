@@ -17,7 +17,7 @@ from lightning_mp._registration import _AfterImport
 
 ROOT = Path(__file__).parents[1]
 # Public names of these modules that belong to another package.
-NOT_AT_THE_TOP = {"precision": {"LossScaler", "MasterWeights"}, "cli": {"main"}}
+NOT_AT_THE_TOP = {"precision": {"LossScaler"}, "cli": {"main"}}
 
 
 def _run(code: str, tree: Path) -> subprocess.CompletedProcess[str]:

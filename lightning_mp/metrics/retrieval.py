@@ -203,28 +203,25 @@ class ContrastiveRecall(StoredRows):
                 f"Passed features {now} ids after an update {then} ids. Positions and ids cannot "
                 "be mixed: pass ids in every update or in none, or call `reset()` first."
             )
-        if image_ids is not None and text_ids is not None:
-            check_ids(name, "image_ids", image_ids, len(image_features))
-            check_ids(name, "text_ids", text_ids, len(text_features))
-        elif len(image_features) != len(text_features):
+        if not has_ids and len(image_features) != len(text_features):
             raise ValueError(
                 f"Passed {len(image_features)} images and {len(text_features)} texts without ids. "
                 "Without ids, image i matches text i, so there must be equally many: pass "
                 "`image_ids` and `text_ids`."
             )
-        for modality, ids, keys in (
-            ("image", image_ids, image_keys),
-            ("text", text_ids, text_keys),
+        for modality, features, ids, keys in (
+            ("image", image_features, image_ids, image_keys),
+            ("text", text_features, text_ids, text_keys),
         ):
-            if keys is None:
-                continue
-            if ids is None:
+            if keys is not None and ids is None:
                 raise ValueError(
                     f"Passed `{modality}_keys` without `{modality}_ids`. If repeated rows are "
                     "removed, row positions no longer define pairs: pass `image_ids` and "
                     "`text_ids`, too."
                 )
-            check_ids(name, f"{modality}_keys", keys, len(ids))
+            for kind, numbers in (("ids", ids), ("keys", keys)):
+                if numbers is not None:
+                    check_ids(name, f"{modality}_{kind}", numbers, len(features))
 
     def _sync_dist(
         self,

@@ -41,12 +41,7 @@ class RngState:
     """The current states of all generators that a forward may draw from.
 
     These are torch's generators of the CPU and of `device`, Python's, numpy's if numpy is loaded,
-    and generators that are attributes of a module or its submodules.
-
-    Args:
-        device: Device of the forward.
-        module: Module whose generators to include.
-        generators: Further generators, as returned by `own_generators`.
+    those that are attributes of a module or its submodules, and `generators`.
     """
 
     def __init__(

@@ -60,12 +60,9 @@ class _BatchLayout:
 def row_stats(values: Sequence[Tensor], subnormal: Tensor, *, may_sync: bool) -> Tensor:
     """Return the statistics of flat tensors on one device: stats_NK, float64, or fp32 on MPS.
 
-    Args:
-        values: Flat tensors of any length.
-        subnormal: Magnitudes below this bound are subnormal. A 0-d tensor on the device of the
-            values, in the dtype of the computation.
-        may_sync: Whether to read intermediate results in order to skip passes that cannot find
-            anything. Reading is free on the CPU and costs a sync on other devices.
+    Magnitudes below `subnormal` are subnormal: a 0-d tensor on the device of the values, in the
+    dtype of the computation. If `may_sync`, as on a CPU, intermediate results are read in order to
+    skip passes that cannot find anything.
     """
     device, dtype = subnormal.device, subnormal.dtype
     most = _HOST_ROWS if device.type == "cpu" else _DEVICE_ROWS
@@ -195,13 +192,11 @@ def _reduce_segments(
 ) -> Tensor:
     """Reduce consecutive rows per segment; empty segments give sums of 0 and maxima of -inf."""
     # In a fixed order, unlike `index_add_`, whose atomics are not deterministic.
-    if rows_RK.device.type in ("cpu", "cuda"):
-        on_device = send(torch.tensor(lengths), rows_RK.device)
-        reduced: Tensor = torch.segment_reduce(
-            rows_RK, reduce, lengths=on_device, axis=0, unsafe=True
-        )
-        return reduced
-    return _reduce_segments_one_by_one(rows_RK, lengths, reduce)
+    if rows_RK.device.type not in ("cpu", "cuda"):
+        return _reduce_segments_one_by_one(rows_RK, lengths, reduce)
+    counts = send(torch.tensor(lengths), rows_RK.device)
+    reduced: Tensor = torch.segment_reduce(rows_RK, reduce, lengths=counts, axis=0, unsafe=True)
+    return reduced
 
 
 def _reduce_segments_one_by_one(

@@ -21,14 +21,10 @@ class SmallChunks:
         self._numel: dict[Hashable, int] = defaultdict(int)
 
     def of(self, kind: Hashable, *tensors: Tensor) -> Hashable:
-        """Return the key of the chunk of tensors that belong together.
+        """Return the key of the chunk of tensors of one shape, such as a weight and its residual.
 
-        Args:
-            kind: Properties that the tensors of a chunk share, such as device and dtype.
-            *tensors: Tensors of one shape, such as a weight and its residual.
-
-        Returns:
-            `None` for large or non-contiguous tensors and subclasses of Tensor, such as DTensors.
+        The tensors of a chunk share `kind`, such as device and dtype. The key is `None` for large
+        or non-contiguous tensors and subclasses of Tensor, such as DTensors.
         """
         numel = tensors[0].numel()
         if numel > _SMALL_NUMEL:

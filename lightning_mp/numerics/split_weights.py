@@ -109,17 +109,10 @@ def join_weights(weights: Sequence[Tensor], residuals: Sequence[Tensor]) -> list
 def batches(
     values: Sequence[Tensor], residuals: Sequence[Tensor]
 ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """Divide tensors into batches, for which one elementwise operation takes one call.
+    """Divide weights or fp32 values into batches, each of which takes one call of an operation.
 
-    The residuals of a batch are moved into one vector, where they stay.
-
-    Args:
-        values: Weights or fp32 values.
-        residuals: Their residuals, in the same shapes.
-
-    Yields:
-        The indices of the tensors, their values as one vector, and the vector of their residuals.
-        A large tensor is a batch of its own and keeps its shape.
+    Yields the indices of the tensors, their values as one vector, and the vector of their
+    residuals, which stay in it. A large tensor is a batch of its own and keeps its shape.
     """
     groups: dict[Hashable, list[int]] = defaultdict(list)
     chunks = SmallChunks()

@@ -169,15 +169,7 @@ def _bits_of_bound(bound):
 
 
 def fused_stats(values: Sequence[Tensor], subnormal: Tensor) -> Tensor:
-    """Compute the same as `row_stats`, reading every value once and summing squares in float64.
-
-    Args:
-        values: Contiguous vectors of fp16, bf16 or fp32 of any length on one device.
-        subnormal: Magnitudes below this bound are subnormal. A 0-d fp32 tensor on the device.
-
-    Raises:
-        ValueError: A tensor has another dtype or device, or is not contiguous.
-    """
+    """Compute the same as `row_stats`, reading every value once and summing squares in float64."""
     device = subnormal.device
     for tensor in values:
         is_vector = tensor.ndim == 1 and tensor.is_contiguous()

@@ -22,7 +22,7 @@ class StatField(IntEnum):
     """The columns of `tensor_stats`, in their order.
 
     All columns but `NON_FINITE` describe the finite values only, so that one NaN does not hide a
-    million other gradients. Counts are exact integers up to 2^53 in float64.
+    million other gradients.
     """
 
     AMAX = 0
@@ -47,19 +47,11 @@ class TensorStats:
 
     Counts alone mislead: 40,000 zeros are negligible in an embedding of 38M values but not in a
     bias. Properties map names to numbers; `column` returns a statistic as an array.
-
-    Args:
-        names: Distinct dotted names.
-        numels: Number of stored values of each tensor, from `stored_numels`.
-        stats_NK: Result of `tensor_stats` on the host, in any float dtype.
-
-    Raises:
-        ValueError: Lengths differ, or a name occurs twice.
     """
 
-    names: Sequence[str]
-    numels: Sequence[int]
-    stats_NK: _Numbers
+    names: Sequence[str]  # distinct dotted names
+    numels: Sequence[int]  # from `stored_numels`
+    stats_NK: _Numbers  # from `tensor_stats`, on the host
 
     def __post_init__(self) -> None:
         names, count, shape = self.names, len(self.names), self.stats_NK.shape
@@ -106,9 +98,6 @@ class TensorStats:
         """Return the number of doublings between the largest magnitude and overflow in fp16.
 
         `log2(65504 / (amax * scale))`; negative if values overflow, inf if all values are 0.
-
-        Args:
-            scale: Loss scale of the stored values.
         """
         with np.errstate(divide="ignore"):
             # log2(0) is intended: tensors of zeros have a headroom of inf.

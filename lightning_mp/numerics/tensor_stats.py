@@ -68,10 +68,9 @@ def placed_like(gradient: Tensor, parameter: Any) -> Tensor:
 
 
 def stored_values(tensor: Tensor) -> Tensor:
-    """Return the stored values of a tensor as a view; for a sparse tensor, the specified elements.
+    """Return the stored values of a tensor as a view; a complex number is two values.
 
-    Duplicate entries of an uncoalesced sparse gradient stay separate. A complex number is two
-    values, its real and imaginary parts.
+    Duplicate entries of an uncoalesced sparse gradient stay separate.
     """
     if tensor.layout != torch.strided or tensor.is_nested:
         tensor = tensor._values() if tensor.is_sparse else tensor.values()
@@ -84,9 +83,8 @@ def stored_values(tensor: Tensor) -> Tensor:
 def stored_numels(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """Return the number of values that `tensor_stats` reads from each tensor.
 
-    These are the values of a DTensor's shard and the stored values of a sparse tensor. They are the
-    denominators of shares: the sparse gradient of an embedding may store 300 of 25 million values,
-    and 3 zeros among them are 1%.
+    They are the denominators of shares: the sparse gradient of an embedding may store 300 of 25
+    million values, and 3 zeros among them are 1%.
     """
     return tuple(stored_values(local_shard(tensor)).numel() for tensor in tensors)
 
@@ -97,23 +95,19 @@ def tensor_stats(
 ) -> Tensor:
     """Compute statistics of all tensors in one pass, without waiting for the device.
 
-    Gradient underflow is silent: `GradScaler` only detects inf, while 23.6% of N(0, 1e-7) gradients
-    become 0 in fp16. Counts of zeros and subnormals and the largest magnitude reveal underflow, but
-    separate reductions cost a pass and a host sync per statistic and tensor. This function reads
-    the values once, in batches that fit the CPU cache, or with one Triton kernel and a merge kernel
-    on NVIDIA GPUs. The order of sums is fixed, so results are bitwise reproducible.
+    Separate reductions would cost a pass and a host sync per statistic and tensor. The order of
+    sums is fixed, so results are bitwise reproducible.
 
     A value `x` is subnormal if `0 < |x * unscale * scale| < 2^-14`; the bound is divided by the
-    scales and rounded to fp32 once. NaN and inf are counted and otherwise ignored. Only stored
-    values of sparse tensors count.
+    scales and rounded to fp32 once. NaN and inf are counted and otherwise ignored.
 
     Args:
         tensors: fp16, bf16, fp32, float64 or complex tensors of any shape on any devices. A DTensor
-            contributes its local shard.
-        scale: Scale at which fp16 would hold the values: the loss scale for gradients, 1 for
-            weights and activations. Positive; a tensor is read on its device.
-        unscale: Factor that is applied to the values first, such as `1 / loss_scale` for scaled
-            gradients. Positive.
+            contributes its local shard, a sparse tensor its stored values.
+        scale: Positive scale at which fp16 would hold the values: the loss scale for gradients, 1
+            for weights and activations. A tensor is read on its device.
+        unscale: Positive factor that is applied to the values first, such as `1 / loss_scale` for
+            scaled gradients.
 
     Returns:
         stats_NK: One row per tensor, with the columns of `StatField`; float64, or fp32 on MPS. On
@@ -121,9 +115,6 @@ def tensor_stats(
 
     Raises:
         ValueError: A tensor has another dtype or is on the meta device.
-
-    References:
-        1710.03740, section 3.2: half of an SSD's activation gradients lie below what fp16 holds.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     values = []
@@ -202,15 +193,10 @@ def flat_values(tensor: Tensor) -> Tensor:
 
 
 def count_non_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Count the NaN and the infinite values of every tensor, without a host sync.
+    """Count the NaN (column 0) and the infinite values (column 1) of every tensor.
 
-    NaN and inf have different causes: an fp16 gradient above 65504 is inf, while NaN results from
-    inf - inf, 0 * inf or 0 / 0. A non-finite norm would not be evidence of non-finite values: the
-    L2 norm of finite fp32 values above 1.8e19 is inf.
-
-    Returns:
-        counts_N2: NaN in column 0 and +-inf in column 1, int64, on the device of the first tensor.
-            Tensors on a second device cost one sync each.
+    The counts are int64 on the device of the first tensor, without a host sync. A norm would not
+    tell: the L2 norm of finite fp32 values above 1.8e19 is inf.
     """
     if not tensors:
         return torch.zeros(0, 2, dtype=torch.int64)

@@ -189,23 +189,18 @@ def _half_parameter_reports(
 
 
 def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> EpsilonReport | None:
-    second_moments = [
-        v for k, v in optimizer.state.get(parameter, {}).items() if _is_second_moment(k, v)
-    ]
+    state = optimizer.state.get(parameter, {})
+    second_moments = [v for k, v in state.items() if k in _SECOND_MOMENTS and is_moment(k, v)]
     dtype = second_moments[0].dtype if second_moments else parameter.dtype
     for cls, beta2_of, placement in _EPSILON_PLACEMENTS:
         if isinstance(optimizer, cls):
             # Fused kernels compute in fp32, except for that of Adagrad on a CPU before torch 2.15.
-            is_half = (
-                _HAS_HALF_ADAGRAD and parameter.is_cpu and isinstance(optimizer, optim.Adagrad)
-            )
-            is_wide = group.get("fused") and not is_half
-            math_dtype = torch.float32 if is_wide else dtype
+            is_half = _HAS_HALF_ADAGRAD and parameter.is_cpu and cls is optim.Adagrad
             report = epsilon_report(
                 eps=float(group["eps"]),
                 beta2=float(beta2_of(group)),
                 state_dtype=dtype,
-                math_dtype=math_dtype,
+                math_dtype=torch.float32 if group.get("fused") and not is_half else dtype,
             )
             return report if placement == "beside" else _adjust_to_placement(report, placement)
     # Formulas of other optimizers are unknown, but dividing by v with an epsilon of 0 gives NaN.
@@ -224,7 +219,3 @@ def _adjust_to_placement(report: EpsilonReport, placement: str) -> EpsilonReport
     if report.survives:  # v + eps is positive for every v
         return replace(report, blow_up_gradient=0.0, largest_step=1.0)
     return replace(report, largest_step=math.inf)
-
-
-def _is_second_moment(name: str, value: object) -> bool:
-    return name in _SECOND_MOMENTS and is_moment(name, value)

@@ -39,7 +39,7 @@ def widen_states_of_fp32_parameters(optimizer: Optimizer) -> None:
     torch's Adam refuses to step.
     """
     # Other libraries use half states deliberately, often scaled.
-    if not _is_torch_optimizer(optimizer):
+    if not type(optimizer).__module__.startswith("torch.optim."):
         return
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, Tensor) and parameter.dtype == torch.float32:
@@ -47,14 +47,7 @@ def widen_states_of_fp32_parameters(optimizer: Optimizer) -> None:
 
 
 def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
-    """Give a half parameter fp32 states if the optimizer can compute with them.
-
-    States are created where the parameter has none yet. `keep_fp32_states` keeps the states in fp32
-    when a checkpoint is loaded.
-
-    Returns:
-        Whether the states are in fp32 now.
-    """
+    """Give a half parameter fp32 states if the optimizer can compute with them; return whether."""
     names = _usable_moments(optimizer, group, parameter)
     if names is None:
         return False
@@ -90,17 +83,11 @@ def _usable_moments(
 
 
 def keep_fp32_states(optimizer: Optimizer) -> list[RemovableHandle]:
-    """Make `load_state_dict` load states of half parameters in fp32.
+    """Make `load_state_dict` load states of half parameters in fp32; return the hooks' handles.
 
     `Optimizer.load_state_dict` casts every state to the dtype of its parameter: a second moment of
     1e-9 becomes 0 for an fp16 parameter. The hooks restore the saved values in fp32. The optimizer
     must be able to compute with fp32 states.
-
-    Args:
-        optimizer: The optimizer.
-
-    Returns:
-        The handles of the two hooks.
     """
     saved: dict[Tensor, Mapping[str, Any]] = {}
 
@@ -124,7 +111,3 @@ def keep_fp32_states(optimizer: Optimizer) -> list[RemovableHandle]:
         optimizer.register_load_state_dict_pre_hook(before),
         optimizer.register_load_state_dict_post_hook(after),
     ]
-
-
-def _is_torch_optimizer(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")

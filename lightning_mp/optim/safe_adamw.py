@@ -133,14 +133,7 @@ class SafeAdamW(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, at any time during training.
-
-        Args:
-            param_group: A dict with `params` and the options that differ from the defaults.
-
-        Raises:
-            ValueError: An option is out of range or a parameter is complex.
-        """
+        """Add a dict of `params` and options that differ from the defaults, also in training."""
         # `params` may be a generator, which torch consumes below; check the other options here.
         check_group(self, {**self.defaults, **param_group, "params": [{}]})
         super().add_param_group(param_group)
@@ -155,17 +148,7 @@ class SafeAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Perform one optimization step on all parameters that have a gradient.
-
-        Args:
-            closure: A function that reevaluates the model and returns the loss.
-
-        Returns:
-            The value that `closure` returned, or `None`.
-
-        Raises:
-            RuntimeError: A gradient is sparse.
-        """
+        """Step all parameters that have a gradient; return the value of `closure`, if any."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -112,10 +112,8 @@ class LossScaler:
             gradients: Dense or sparse tensors in fp32 or float64, or complex tensors of these. Of
                 a DTensor only the local shard is read: reduce the result over the ranks with
                 `all_reduce_found_inf`.
-            device: Device of the result. The default is the device of the first gradient, or the
-                CPU without gradients.
-            scale: Loss scale of the gradients, such as 1 for unscaled gradients. The default is
-                the current scale.
+            device: Device of the result, by default that of the first gradient.
+            scale: Loss scale of the gradients, by default the current scale.
 
         Returns:
             found_inf: fp32 of shape []; 1 if a gradient is NaN or inf after division, else 0.
@@ -148,9 +146,7 @@ class LossScaler:
         named_gradients: _Named | None = None,
         has_gradient: Callable[[], bool] | None = None,
     ) -> bool:
-        """Record an optimizer's `found_inf` and return whether the optimizer may step.
-
-        Takes one host sync.
+        """Record an optimizer's `found_inf` and return whether it may step, with one host sync.
 
         Args:
             found_inf: Flag of the optimizer's gradients, reduced over ranks; 0 means step.
@@ -176,12 +172,9 @@ class LossScaler:
         return not overflowed
 
     def update(self) -> float:
-        """Update the scale once per training step from the calls of `record` since the last call.
+        """Update the scale once per training step, by the calls of `record` since the last call.
 
-        A training step counts as skipped if one of its optimizers skipped.
-
-        Returns:
-            New scale / old scale, the factor for scaled gradients that are kept for a later step.
+        Returns new scale / old scale, the factor for scaled gradients that are kept for later.
         """
         state, old_scale = self._state, self.scale
         if state.recorded and state.last_step_skipped:
@@ -287,13 +280,9 @@ def _divide_group_(tensors: list[Tensor], scale: float) -> Tensor:
 def all_reduce_found_inf(
     found_inf: Tensor, process_group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Reduce `found_inf` over ranks, so that all ranks skip a step together.
+    """Reduce `found_inf` over ranks in place, so that all ranks skip a step together.
 
     Needed where ranks hold different gradients, as with sharded parameters, but not with DDP.
-
-    Args:
-        found_inf: The result of `unscale_`; modified in place and returned.
-        process_group: The process group; `None` for the default group.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=process_group)

@@ -218,15 +218,10 @@ def round_weights(
     seed: int,
     skip: Tensor | None = None,
 ) -> None:
-    """Write fp32 values into half weights and, if present, their rounding errors into residuals.
+    """Write the values `weights` into `params`, and their rounding errors into any `residuals`.
 
-    Args:
-        params: The weights. Weights in the dtype of the values are copied without rounding.
-        residuals: Tensors for the rounding errors; empty to drop the rounding errors.
-        weights: The values.
-        rounding: Rounding without residuals: "stochastic", or to nearest for any other value.
-        seed: Seed of stochastic rounding; tensor `i` draws from `mix_seed(seed, i)`.
-        skip: 0-d bool tensor; nothing is written if it is true.
+    Without residuals, `rounding` is "stochastic", where tensor `i` draws from `mix_seed(seed, i)`,
+    or to nearest for any other value. Nothing is written if the 0-d tensor `skip` is true.
     """
     half = params[0].dtype
     if half == weights[0].dtype:

@@ -28,14 +28,9 @@ _FORMATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float3
 def fused_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
     """Step a batch on a CUDA device in place; float64 weights are not supported.
 
-    The results equal those of `foreach_adamw_step` up to rounding, but take one launch instead of
-    about twenty that each read and write whole tensors. The kernel moves 28 bytes per element for
-    fp32 weights and gradients and 26 for fp16 with residuals. Clipping reads gradients and second
-    moments once more in a launch of its own. The noise of "stochastic" differs from
-    `foreach_adamw_step`.
-
-    Raises:
-        ValueError: The lists differ in length, or a tensor has a wrong dtype, shape or device.
+    The results equal those of `foreach_adamw_step` up to rounding and the noise of "stochastic",
+    but take one launch instead of about twenty that each read and write whole tensors. Clipping
+    reads gradients and second moments once more in a launch of its own.
     """
     if not batch.params:
         return

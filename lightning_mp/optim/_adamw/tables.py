@@ -39,17 +39,10 @@ class Tables(NamedTuple):
 
 @contextlib.contextmanager
 def tables_of(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Iterator[Tables]:
-    """Yield the tables of a step.
+    """Yield the tables of a step on `AdamWBatch.lists`.
 
     A tensor whose memory layout differs from its weight's is replaced by a copy, which is copied
     back afterwards.
-
-    Args:
-        lists: `AdamWBatch.lists`.
-        steps: A step count for each weight.
-
-    Raises:
-        ValueError: The lists differ in length, or tensors differ in dtype, device or shape.
     """
     # If no address has changed since an earlier step, its tables are reused.
     key = _key_of(lists, steps)

@@ -1,7 +1,7 @@
 """Selection of modules by group, class name or dotted path, as in `fp32_modules`."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -36,18 +36,16 @@ def select_modules(
     name raises `ValueError`, unless `strict` is false. A shared module is returned under its first
     path.
     """
-    chosen = {
-        inner
-        for name in names
-        for module in find_modules(root, name, strict=strict)
-        for inner in module.modules()
-    }
-    return {path: module for path, module in root.named_modules() if module in chosen}
+    return _with_submodules(root, (m for n in names for m in find_modules(root, n, strict=strict)))
 
 
 def select_norms(root: nn.Module) -> dict[str, nn.Module]:
     """Return the normalization layers, including their submodules, by dotted path."""
-    chosen = {inner for norm in root.modules() if _is_norm(norm) for inner in norm.modules()}
+    return _with_submodules(root, filter(_is_norm, root.modules()))
+
+
+def _with_submodules(root: nn.Module, modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    chosen = {inner for module in modules for inner in module.modules()}
     return {path: module for path, module in root.named_modules() if module in chosen}
 
 
