@@ -113,18 +113,21 @@ class PureFP16(ScaledPrecision):
         super().convert_module(module)
         self._kept = set()
         self._keep_fp32(module)
-        trainer: Any = module._trainer
+        model: Any = module
         # Evaluation changes no weight, so modules that cannot be trained are allowed.
-        is_trained = trainer.state.fn == "fit"
+        is_trained = model._trainer.state.fn == "fit"
         check_modules(module, self._kept, is_trained=is_trained)
         if is_trained:
-            check_callbacks(trainer.callbacks)
+            check_callbacks(model._trainer.callbacks)
         self._weights.convert(module, self._kept)
         self._undo.callback(self._weights.release)
         # Recurrent layers compare the dtypes of inputs and weights before they call torch.
         recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
         recurrent = [m for m in recurrent if m not in self._kept]
         cast_at_borders(recurrent, self.half_dtype, self.half_dtype, self._undo)
+        # The model summary runs the model on it.
+        self._undo.callback(setattr, model, "_example_input_array", model._example_input_array)
+        model._example_input_array = self.convert_input(model._example_input_array)
         for each in module.modules():
             if isinstance(each, _HasDtype):  # the `dtype` property of Lightning modules
                 self._undo.callback(setattr, each, "_dtype", each._dtype)

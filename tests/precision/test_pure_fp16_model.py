@@ -145,6 +145,17 @@ def test_half_model_trains_like_a_rounded_fp32_model(half: Any) -> None:
 # --- batches -------------------------------------------------------------------------------------
 
 
+def test_model_summary_runs_the_example_input_in_half_precision() -> None:
+    class Summarized(Regression):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.network(x)
+
+    model = Summarized()
+    model.example_input_array = torch.ones(2, 8)
+    fit(model, PureFP16(), loader(1), enable_model_summary=True)
+    assert model.example_input_array.dtype == torch.float32
+
+
 def test_only_floating_point_tensors_of_batches_become_half() -> None:
     batch = {
         "float": torch.randn(4, 8),
