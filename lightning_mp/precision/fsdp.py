@@ -1,12 +1,12 @@
 """`FSDPBalancedAMP`: `BalancedAMP` for FSDPStrategy, on fp32 shards."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import FSDPPrecision
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -16,9 +16,6 @@ from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision.balanced_amp import BalancedAMP, widen
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.loss_scaler import all_reduce_found_inf
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 __all__ = ["FSDPBalancedAMP"]
 
@@ -98,16 +95,6 @@ class ShardedBalancedAMP(BalancedAMP):
         return torch.float32 if self.reduce_dtype == "fp32" else self.half_dtype
 
 
-class _FSDPMixed(FSDPPrecision):
-    def __init__(self) -> None:
-        super().__init__("bf16-mixed")  # "16-mixed" would create torch's scaler
-
-    @override
-    def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
-        # Skips FSDPPrecision, which would scale the loss a second time.
-        return super(FSDPPrecision, self).pre_backward(tensor, module)
-
-
 class _KeepsFP32(type):
     """Makes `isinstance` true for modules that a plugin marked, because FSDP expects classes."""
 
@@ -121,7 +108,7 @@ class _FP32Module(nn.Module, metaclass=_KeepsFP32):
 
 
 @explains_arguments()
-class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
+class FSDPBalancedAMP(ShardedBalancedAMP, FSDPPrecision):  # type: ignore[misc]
     r"""FSDP training with half-precision working weights, fp32 shards and fp32 norms.
 
     Lightning's `FSDPPrecision("16-mixed")` gathers norms in fp16, reduces gradients in fp16, counts
@@ -144,6 +131,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
     Example: `Trainer(strategy=FSDPStrategy(auto_wrap_policy={Block}), plugins=FSDPBalancedAMP())`
     """
 
+    _desired_input_dtype = torch.float32  # of `FSDPPrecision`
     _model: nn.Module | None = None
 
     @property

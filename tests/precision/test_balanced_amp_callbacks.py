@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateMonitor,
     StochasticWeightAveraging,
+    ThroughputMonitor,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
@@ -293,6 +294,21 @@ def test_learning_rate_finder_without_early_stop_ends_where_steps_fail(
     assert 30 < len(finder.results["loss"]) < 60
     torch.testing.assert_close(parameters_of(model), start, rtol=2**-21, atol=1e-9)
     assert not trainer.should_stop
+
+
+@plugins
+def test_throughput_is_compared_with_that_of_half_precision(
+    plugin_type: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes = []
+    monkeypatch.setattr(
+        "lightning.pytorch.callbacks.throughput_monitor.get_available_flops",
+        lambda _, dtype: dtypes.append(dtype),
+    )
+    monitor = ThroughputMonitor(batch_size_fn=len)
+    monitor._module_has_flops = False  # no warning
+    fit(Regression(), plugin_type(), loader(1), callbacks=[monitor])
+    assert dtypes == [torch.float16]
 
 
 @pytest.mark.slow

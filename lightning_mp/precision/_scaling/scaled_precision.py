@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -46,7 +46,7 @@ class _SkipStep(Exception):
     """Raised in a closure to leave `optimizer.step` before any parameter changes."""
 
 
-class ScaledPrecision(Precision, ForLightning):
+class ScaledPrecision(MixedPrecision, ForLightning):  # `ThroughputMonitor` takes others for fp32
     """Steps with unscaled fp32 gradients, or skips the step.
 
     Between a backward and the step, `p.grad` is scaled, as in Lightning's `16-mixed`. Gradients are
@@ -64,7 +64,7 @@ class ScaledPrecision(Precision, ForLightning):
         adam_epsilon: float | Literal["auto", "keep"],
         inf_clamp: Sequence[str],
     ) -> None:
-        super().__init__()
+        super().__init__("bf16-mixed", "auto")  # "16-mixed" would create torch's scaler
         if half == "bf16" and loss_scale is not None:
             reason = "bf16 has the range of fp32 and needs no loss scale. Remove `loss_scale`."
             refuse_values(self, reason, half=half, loss_scale=loss_scale)
@@ -72,7 +72,7 @@ class ScaledPrecision(Precision, ForLightning):
         self.reduce_dtype = reduce_dtype
         self.adam_epsilon = adam_epsilon
         self.inf_clamp = InfClamp(inf_clamp)
-        self.scaler: LossScaler | None = None
+        self.scaler: LossScaler | None = None  # type: ignore[assignment]
         if half == "fp16":
             wanted = "dynamic" if loss_scale is None else loss_scale
             self.scaler = LossScaler(LossScaleConfig.parse(wanted, gradients_dtype))
@@ -204,7 +204,7 @@ class ScaledPrecision(Precision, ForLightning):
         self._unscaled.scale_again()
         if self.scaler is not None:
             tensor = self.scaler.scale_loss(tensor)
-        return super().pre_backward(tensor, module)
+        return Precision.pre_backward(self, tensor, module)
 
     @override
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -301,7 +301,7 @@ class ScaledPrecision(Precision, ForLightning):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # out of a LightningOptimizer
         if clip_val > 0:
             self._unscale(optimizer)
-        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
