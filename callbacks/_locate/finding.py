@@ -7,7 +7,7 @@ import torch
 from lightning_mp.callbacks._locate.trace import Role, Seen, Trace, TracedCall
 from lightning_mp.callbacks._rules.records import Verdict
 
-__all__ = ["find_source", "headroom"]
+__all__ = ["find_source"]
 
 _MOST_SUSPECTS = 4  # named in an alarm
 
@@ -27,18 +27,6 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Verdict
     if entry is not None:
         return _found(trace, "batch", ["batch"], entry.path, [entry], entry)
     return _outside(trace, near_limit, masked) or _in_backward(trace, near_limit, scale)
-
-
-def headroom(trace: Trace) -> float:
-    """Return the factor by which gradients could grow; 0 if a gradient is non-finite."""
-    roles: tuple[Role, ...] = ("grad_output", "grad_input")
-    seen = [s for call in trace.calls for role in roles for s in call.seen[role]]
-    seen += trace.groups["gradients"]
-    if _first_bad(seen) is not None or _first_bad(trace.groups["loss"]) is not None:
-        return 0.0
-    # Under autocast, all gradients pass through the narrowest dtype.
-    narrowest = min((s.limit for s in seen), default=0.0)
-    return min((narrowest / s.amax for s in seen if s.amax), default=0.0)
 
 
 # --- the forward ---------------------------------------------------------------------------------

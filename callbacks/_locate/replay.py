@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_mp.callbacks._locate.finding import find_source, headroom
+from lightning_mp.callbacks._locate.finding import find_source
 from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._rules.records import Verdict
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
@@ -32,12 +32,11 @@ from lightning_mp.precision._weights.ledger import parameters_of
 
 __all__ = ["Record", "find_in_batches", "replay", "restored_training"]
 
-_LOWERINGS = 6  # attempts with a loss scale that is divided by 4 each time
 _NEAR = 2**-6  # two roundings to bf16, because compiled code runs eagerly in a replay
 # Attributes of a metric in addition to its states.
 _METRIC = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
-# Source, headroom, and the differing losses of replay and step, of one rank.
-_Seen = tuple[Verdict | None, float, dict[str, Any]]
+# Source, and the differing losses of replay and step, of one rank.
+_Seen = tuple[Verdict | None, dict[str, Any]]
 _UNKNOWN = Verdict("non_finite", severity="error")
 
 
@@ -66,7 +65,7 @@ def find_in_batches(
     inexact: dict[str, Any] = {}
     replayed = partial(_replayed_findings, trainer, steps, near)
     for index, record in enumerate(records):
-        for rank, (finding, _, difference) in enumerate(replayed(record, scale)):
+        for rank, (finding, difference) in enumerate(replayed(record, scale)):
             inexact = inexact or difference
             if finding is None:
                 continue
@@ -112,7 +111,7 @@ def _outlier(
     if rank is None or not {"forward", "backward"} & {*finding.tags}:
         return None
     again = findings_of(replace(record, batch=calm, loss=None))
-    if any(each is not None for each, _, _ in again):
+    if any(each is not None for each, _ in again):
         return None
     name, amax, usual = found[rank]
     also = ("outlier", *finding.also)
@@ -136,39 +135,33 @@ def _difference(trace: Trace, record: Record) -> dict[str, Any]:
 def _at_lower_scales(
     findings_at: Callable[[float], list[_Seen]], rank: int, finding: Verdict, scale: float
 ) -> tuple[int, Verdict]:
-    """Return the finding at a loss scale of 1, or the given finding with a fitting scale."""
+    """Return the finding at a loss scale of 1, or the given one with the highest fitting scale."""
     # A value that is non-finite at a scale of 1 does not depend on the scale.
-    seen = findings_at(1.0)
-    for other, (found, _, _) in enumerate(seen):
+    for other, (found, _) in enumerate(findings_at(1.0)):
         if found is not None:
             return other, found
-    room = min(room for _, room, _ in seen)
-    fitting = 1.0
-    while fitting * 2 <= room and fitting * 2 < scale:
-        fitting *= 2
-    for _ in range(_LOWERINGS):  # partial sums in a kernel can overflow before the result
-        if fitting <= 1 or min(room for _, room, _ in findings_at(fitting)) > 0:
-            break
-        fitting = max(fitting / 4, 1.0)
-    else:
-        fitting = 1.0
+    low, high = 0, math.ceil(math.log2(scale))  # powers of two: one that fits, one that does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_fitting = all(found is None for found, _ in findings_at(2.0**middle))
+        low, high = (middle, high) if is_fitting else (low, middle)
     finding = replace(finding, tags=(*finding.tags, "scale"))
-    return rank, _saying(finding, "fitting_scale", fitting=fitting)
+    return rank, _saying(finding, "fitting_scale", fitting=2.0**low)
 
 
 def _replayed_findings(
     trainer: pl.Trainer, steps: int, near: float, record: Record, scale: float | None
 ) -> list[_Seen]:
-    """Replay a batch; return finding, headroom and `_difference` of every rank."""
+    """Replay a batch; return finding and `_difference` of every rank."""
     try:
         trace = replay(trainer, record, scale, steps)
     except Exception as error:
         # A failed replay, for example by lack of memory, must not end the run.
         text = (str(error).splitlines() or [""])[0][:200].removesuffix(".")
         failed = _saying(_UNKNOWN, "failed", name=type(error).__name__, text=text)
-        seen: _Seen = failed, 0.0, {}
+        seen: _Seen = failed, {}
     else:
-        seen = find_source(trace, near, scale), headroom(trace), _difference(trace, record)
+        seen = find_source(trace, near, scale), _difference(trace, record)
     return gather_objects(trainer, seen)
 
 

@@ -25,10 +25,10 @@ from lightning_mp.precision._choice.module_selection import as_written, select_m
 from lightning_mp.precision._choice.op_tables import follow_changes_of_torch, opened_composites
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.half_module import (
+    cast_at_borders,
     cast_castable,
+    compute_in_fp32,
     is_border_cast,
-    original_forward,
-    replace_forward,
 )
 from lightning_mp.precision._weights.working_copies import WorkingCopies
 from lightning_mp.precision.balanced_amp import BalancedAMP
@@ -184,24 +184,16 @@ class Runs:
     def _changed(self, remedy: Remedy) -> Iterator[None]:
         """Let the modules of a remedy compute in fp32, or clamp their outputs."""
         modules = [self.module.get_submodule(path) for path in remedy.fp32_modules]
-        leaves_as = self.half if self.is_true_half and remedy.half is None else None
-
-        originals = {id(module): original_forward(module) for module in modules}
-
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(self._device_type, enabled=False):
-                args, kwargs = cast_castable((args, kwargs), torch.float32)
-                output = originals[id(module)](*args, **kwargs)
-            return output if leaves_as is None else cast_castable(output, leaves_as)
-
         with ExitStack() as undo:
             if remedy.inf_clamp:
                 clamp = InfClamp([as_written(name) for name in remedy.inf_clamp])
                 undo.callback(clamp.attach(self.module).remove)
             # Together, because modules may share weights.
             undo.enter_context(fp32_weights([m for each in modules for m in each.modules()]))
-            for module in modules:
-                replace_forward(module, forward, undo)
+            if self.is_true_half and remedy.half is None:
+                cast_at_borders(modules, torch.float32, self.half, undo)
+            else:
+                compute_in_fp32(modules, undo)
             yield
 
     def alone(

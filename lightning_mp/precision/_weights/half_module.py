@@ -20,7 +20,6 @@ __all__ = [
     "dtypes_of",
     "is_border_cast",
     "is_compiled",
-    "original_forward",
     "outermost",
     "replace_forward",
 ]
@@ -53,7 +52,7 @@ def replace_forward(
         forward.__closure__,
     )
     # The signature is that of the class.
-    own.__dict__.update(forward.__dict__, __wrapped__=kind.forward, replaced=original)
+    own.__dict__.update(forward.__dict__, __wrapped__=kind.forward)
     module.__dict__["forward"] = types.MethodType(own, module)
 
     def restore() -> None:
@@ -64,14 +63,6 @@ def replace_forward(
             module.__dict__["forward"] = original
 
     undo.callback(restore)
-
-
-def original_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the `forward` of a module, or of its user, before `replace_forward`."""
-    forward: Any = module.__dict__.get("forward")
-    while hasattr(forward, "replaced"):
-        forward = forward.replaced
-    return forward or types.MethodType(type(module).forward, module)
 
 
 @functools.cache
