@@ -10,12 +10,17 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-function draw(parent, tag, attributes = {}, text) {
+// Adds an SVG element to its parent.
+function draw(parent, tag, attributes = {}, text = "") {
   const element = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  if (text !== undefined) element.textContent = text;
-  parent.append(element);
-  return element;
+  element.append(text);
+  return parent.appendChild(element);
+}
+
+function rangeOf(values) {
+  if (!values.length) return [0, 1];
+  return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 }
 
 function count(number, noun) {

@@ -22,11 +22,7 @@ function meaningOf(map) {
   if (map.name.startsWith("update_to_weight")) {
     return { unit: "number", bad: (v) => clamp(1 + Math.log10(Math.max(v, 1e-9)) / 6), ticks: [[1e-6, "≤1e-6"], [1e-4, "1e-4"], [1e-2, "0.01"], [1, "≥1"]] };
   }
-  const values = map.cells.flat().filter((v) => typeof v === "number");
-  let low = Infinity;
-  let high = -Infinity;
-  for (const v of values) { low = Math.min(low, v); high = Math.max(high, v); }
-  if (!values.length) { low = 0; high = 1; }
+  const [low, high] = rangeOf(map.cells.flat().filter((v) => typeof v === "number"));
   return { unit: "number", bad: (v) => clamp((v - low) / (high - low || 1)), ticks: [[low, format(low)], [high, format(high)]] };
 }
 
@@ -130,12 +126,11 @@ function showMap(parent, map) {
   const head = make("div", { class: "heat-head" }, scaleOf(meaning, cells.includes(null), hasZero, hasInfinite), make("label", {}, "Rows: ", order));
   const names = make("div", { class: "names" });
   const canvas = make("canvas", { tabindex: 0, role: "slider", "aria-valuemin": 1, "aria-label": `${map.title}; arrow keys move through tensors and steps` });
-  const axis = document.createElementNS(SVG, "svg");
-  axis.setAttribute("class", "chart");
-  axis.setAttribute("height", 20);
+  const picture = make("div", {}, canvas);
+  const axis = draw(picture, "svg", { class: "chart", height: 20 });
   const readout = make("p", { class: "readout", "aria-live": "polite" }, "Point at a cell, or use the arrow keys, to read it.");
   const of = map.of > map.rows.length ? `${map.rows.length} of ${map.of} tensors` : count(map.rows.length, "tensor");
-  const area = make("div", {}, make("div", { class: "heat" }, names, make("div", {}, canvas, axis)), readout);
+  const area = make("div", {}, make("div", { class: "heat" }, names, picture), readout);
   const figure = make("figure", {}, make("figcaption", {}, make("span", {}, map.title), make("output", {}, of)), head, area);
   parent.append(figure);
 

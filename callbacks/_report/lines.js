@@ -14,12 +14,8 @@ function moveCross(step) {
 }
 
 function axisOf(line) {
-  const values = line.curve.values;
-  let low = Infinity;
-  let high = -Infinity;
-  for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
-  if (!values.length) { low = 0; high = 1; }
-  if (line.axis === "count") low = 0;
+  const [least, high] = rangeOf(line.curve.values);
+  const low = line.axis === "count" ? 0 : least;
   const isPositive = low > 0;
   const kind = line.axis === "auto" ? (isPositive && high / low > 50 && line.unit !== "share" ? "log" : "linear") : line.axis;
   if (kind === "log2" && isPositive) {
@@ -124,10 +120,8 @@ function showLine(parent, line, isFirst) {
     figure.append(make("p", { class: "none" }, data.absent[line.name] || "No value has been recorded."));
     return;
   }
-  const svg = document.createElementNS(SVG, "svg");
   const fixed = { class: "chart", tabindex: 0, role: "slider", "aria-label": `${line.title}; arrow keys move through the steps`, "aria-valuemin": 0, "aria-valuemax": lastStep };
-  for (const [name, value] of Object.entries(fixed)) svg.setAttribute(name, value);
-  figure.append(svg);
+  const svg = draw(figure, "svg", fixed);
   const key = make("p", { class: "key" }, make("span", {}, "over training steps"));
   if (line.curve.bad_count) key.append(make("span", {}, make("span", { class: "x" }, "× "), `${count(line.curve.bad_count, "value")} not finite`));
   figure.append(key);
