@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
 import statistics
 import time
@@ -135,7 +134,7 @@ class InstabilityReport(InstabilityMonitor):
         """Return the path of the page unless another run has a page there."""
         # `log_dir` is broadcast, so equal on all ranks.
         folder = self.dirpath or trainer.log_dir or trainer.default_root_dir
-        return Path(os.path.abspath(folder)) / self.filename
+        return Path(folder).absolute() / self.filename
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:

@@ -1,6 +1,5 @@
 """`PrecisionPreflight`: names the modules that half precision hurts, and settings that fix it."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,7 @@ class PrecisionPreflight(pl.Callback):
                 folder = str(each.page_path(trainer).parent)
         if folder is None or not trainer.is_global_zero or self.result is None:
             return
-        wanted = Path(os.path.abspath(folder)) / "preflight.html"
+        wanted = Path(folder).absolute() / "preflight.html"
         title = type(trainer.lightning_module).__name__
         text = preflight_page(self.result, title, verdict, self.settings)
         with Failures(usage).forgiven("report_not_written", path=str(wanted)):

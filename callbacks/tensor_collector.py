@@ -1,7 +1,6 @@
 """`TensorCollector`: writes statistics of selected tensors to files."""
 
 import fnmatch
-import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -130,7 +129,7 @@ class TensorCollector(SamplingMonitor):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             root = trainer.log_dir or trainer.default_root_dir  # equal on all ranks
-            self._wanted = Path(os.path.abspath(self.dirpath or Path(root) / "tensors"))
+            self._wanted = Path(self.dirpath or Path(root) / "tensors").absolute()
             self.folder = None
 
     @override

@@ -52,7 +52,8 @@ class Check:
     is_secret: bool = False
 
 
-PATH = Check(also=os.PathLike, take=os.fspath, words="a path")
+# A shell expands `~`, but a YAML file does not.
+PATH = Check(also=os.PathLike, take=os.path.expanduser, words="a path")
 
 
 def shown(value: Any) -> str:

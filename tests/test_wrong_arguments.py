@@ -151,6 +151,13 @@ def test_numpy_numbers_are_converted(
     assert values == given
 
 
+@pytest.mark.parametrize("kind", [lightning_mp.InstabilityReport, lightning_mp.TensorCollector])
+@pytest.mark.parametrize("home", [Path("~"), "~"], ids=["path", "string"])
+def test_home_folder_of_a_path_is_expanded(kind: Any, home: Any) -> None:
+    """As in `ModelCheckpoint`: YAML files do not expand it."""
+    assert kind(dirpath=home).dirpath == str(Path.home())
+
+
 @pytest.mark.parametrize("name", MISSPELT)
 def test_every_check_names_an_argument(name: str) -> None:
     for base in getattr(lightning_mp, name).__mro__:
