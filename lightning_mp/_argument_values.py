@@ -80,10 +80,7 @@ class _Kind(NamedTuple):
 class ValueTable:
     """The accepted values of each parameter of a function.
 
-    Args:
-        function: The function.
-        checks: Conditions beyond the annotations. A key may be several names separated by spaces; a
-            string is short for `Check(bounds)`.
+    A key of `checks` may be several names separated by spaces; a string stands for `Check(bounds)`.
     """
 
     def __init__(self, function: Callable[..., Any], checks: Mapping[str, Check | str]) -> None:

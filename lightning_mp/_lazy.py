@@ -15,9 +15,6 @@ def lazy_names(
 
     The names are the imports under `if TYPE_CHECKING:` in the package, which type checkers, editors
     and this function read. Submodules are names, too, but are not in `__all__`.
-
-    Args:
-        package: The `__name__` of the package.
     """
     home_of, modules = _imports_of(package)
 

@@ -45,12 +45,9 @@ class _InFlight(NamedTuple):
 class AsyncReadback:
     """Copies statistics to the host together with their step, without blocking a step.
 
-    `tensor.item()` in a training step waits for all queued GPU work, and the GPU then idles while
-    the host prepares the next kernels. This class queues a copy behind the kernels that compute the
-    statistics, and reads the copy when it is complete, usually one or two steps later.
-
-    CPU tensors are cloned and ready at once. On devices other than CUDA `submit` waits for the
-    copy.
+    `tensor.item()` waits for all queued GPU work, and the GPU then idles while the host prepares
+    the next kernels. This class queues a copy behind the kernels that compute the statistics, and
+    reads it when it is complete, usually one or two steps later. Without CUDA, `submit` waits.
     """
 
     def __init__(self) -> None:

@@ -23,13 +23,9 @@ def row_dots_kernel(left, right, dots, num_rows, width, left_stride, right_strid
     """Store `sum_k left[i, k] right[i, k]` for a block of rows.
 
     Args:
-        left: (n, D), with row stride `left_stride`.
-        right: (n, D), with row stride `right_stride`, possibly of another dtype.
+        left, right: (n, D), with row strides `left_stride` and `right_stride` in elements.
         dots: (n,), float64.
-        num_rows: n.
-        width: D.
-        left_stride: Row stride of `left`, in elements.
-        right_stride: Row stride of `right`, in elements.
+        num_rows, width: n, D.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)

@@ -264,9 +264,6 @@ class SafeAdamW(Optimizer):
         state lacks keep their current value, as do `foreach`, `fused`, `capturable` and
         `differentiable`.
 
-        Args:
-            state_dict: The value that `state_dict()` returned; its tensors are copied.
-
         Raises:
             ValueError: The state has `amsgrad=True` or a weight decay that is not decoupled.
         """

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.precision._choice.module_selection import as_written
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision.balanced_amp import BalancedAMP, widen
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
@@ -209,9 +210,6 @@ class FSDPBalancedAMP(ShardedBalancedAMP, FSDPPrecision):  # type: ignore[misc]
         return torch.device("cpu")
 
 
-_WRAPPED = "_fsdp_wrapped_module."
-
-
 def _roots(module: nn.Module) -> Iterator[FullyShardedDataParallel]:
     """Yield the outermost FSDP modules."""
     if isinstance(module, FullyShardedDataParallel):
@@ -227,6 +225,6 @@ def _rounded(module: nn.Module, path: str, is_half: bool) -> Iterator[str]:
         # The innermost FSDP unit around a module decides its dtype.
         is_half = module.mixed_precision.param_dtype not in (None, torch.float32)
     elif is_half and isinstance(module, _FP32Module):
-        yield path.replace(_WRAPPED, "").rstrip(".")
+        yield as_written(path).rstrip(".")
     for name, child in module.named_children():
         yield from _rounded(child, f"{path}{name}.", is_half)

@@ -113,9 +113,7 @@ class InfClamp:
     def counts(self) -> Tensor:
         """Return the number of clamped elements per module since `attach` or `reset_counts`.
 
-        Returns:
-            An int64 tensor of shape (modules,) in the order of `names`, on the device of the model.
-            There is no host sync.
+        An int64 tensor in the order of `names`, on the device of the model, without a host sync.
         """
         if not self._counters:
             return torch.zeros(0, dtype=torch.int64)

@@ -83,12 +83,7 @@ class LossScaleConfig:
         loss_scale: "Literal['dynamic'] | float | LossScaleConfig",
         gradients_dtype: torch.dtype = torch.float32,
     ) -> "LossScaleConfig":
-        """Return the resolved configuration for the `loss_scale` argument of a plugin.
-
-        Args:
-            loss_scale: "dynamic", a positive number for a static scale, or a configuration.
-            gradients_dtype: The dtype in which the backward computes weight gradients.
-        """
+        """Return the resolved configuration for the `loss_scale` argument of a plugin."""
         if loss_scale == "dynamic":
             loss_scale = cls()
         elif not isinstance(loss_scale, LossScaleConfig):

@@ -44,9 +44,6 @@ class LossScaler:
             if scaler.record(found_inf):
                 optimizer.step()
         scaler.update()
-
-    Args:
-        config: Initial value, growth, backoff and limits of the scale.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:

@@ -226,13 +226,6 @@ class PureFP16(ScaledPrecision):
         self._is_compiled = any(is_compiled(each) for each in root.modules())
 
     @override
-    def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
-        tensor = super().pre_backward(tensor, module)
-        if self._is_reduced_in_half:
-            self._weights.narrow_gradients()
-        return tensor
-
-    @override
     @contextlib.contextmanager
     def backward_context(self, model: nn.Module) -> Iterator[None]:
         none = contextlib.nullcontext()

@@ -80,21 +80,15 @@ def adamw_kernel(
         partials: Partial sums of `rms_kernel`, or `None` without clipping.
         lr: Learning rate as a number.
         lr_at: Learning rate as one element on the device, or `None` to use `lr`.
-        grad_scale: One element, or `None`.
-        found_inf: One element, or `None`.
         num_tensors: T.
         seed: Key of the noise of "stochastic".
-        beta1, beta2: Decay rates of the first and second moments.
         weight1, weight2: `1 - beta1` and `1 - beta2`, which lose digits when computed in fp32.
         log_beta1, log_beta2: Natural logarithms of `beta1` and `beta2`.
-        eps: Term added to the root.
-        weight_decay: Decoupled weight decay.
-        clip: Bound on the RMS of the update.
         sign: -1 to maximize, else 1.
         PARAM, GRAD: Dtypes of weights and gradients.
-        IS_ATAN2: Whether the rule is "atan2".
-        WRITE_BACK: "nearest", "kahan" or "stochastic".
         UNIT: Unit of the residuals.
+
+    The other arguments are those of `AdamWOptions`.
     """
     if _is_clean(found_inf):
         of_tensor = table + tl.load(chunks + 2 * tl.program_id(0))

@@ -10,7 +10,7 @@ References:
 
 import difflib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -174,6 +174,13 @@ _INTERNAL_NAMES = {
 
 CLASS_OF: dict[str, OpClass] = {op: group.op_class for group in GROUPS for op in group.ops}
 
+# Prefixes of canonical names, and where their ops are; ops of the last may be aliases of others.
+_NAMESPACES = (
+    *(("", torch), ("", Tensor), ("", nn.functional), ("", torch.functional)),
+    *(("", torch._C._nn), ("linalg_", torch.linalg), ("fft_", torch.fft)),
+    ("special_", torch.special),
+)
+
 # Prefix of a name -> prefix of the canonical name; longest first.
 _PREFIXES = (
     ("torch.nn.functional.", ""),
@@ -282,7 +289,7 @@ def _index() -> dict[str, list[Callable[..., Any]]]:
     overridable = torch.overrides.get_overridable_functions()
     functions = {id(function) for each in overridable.values() for function in each}
     index: dict[str, list[Callable[..., Any]]] = {}
-    for prefix, owner in _namespaces():
+    for prefix, owner in _NAMESPACES:
         for attribute in dir(owner):
             function = getattr(owner, attribute, None)
             listed = id(function) in functions or owner is torch._C._nn
@@ -293,13 +300,6 @@ def _index() -> dict[str, list[Callable[..., Any]]]:
             if not name.endswith("_") and not name.startswith("__"):
                 index.setdefault(name, []).append(function)
     return index
-
-
-def _namespaces() -> Iterator[tuple[str, types.ModuleType | type]]:
-    # `torch.special` is last, because its ops may be aliases of ops in other namespaces.
-    yield from (("", torch), ("", Tensor), ("", nn.functional), ("", torch.functional))
-    yield from (("", torch._C._nn), ("linalg_", torch.linalg), ("fft_", torch.fft))
-    yield "special_", torch.special
 
 
 def _resolve(name: str, known: dict[str, list[Callable[..., Any]]]) -> str:

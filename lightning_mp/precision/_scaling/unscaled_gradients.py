@@ -71,8 +71,7 @@ class UnscaledGradients:
     def unscale(self, parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
         """Cast the gradients of parameters to fp32 and unscale those that are still scaled.
 
-        Returns:
-            1 if any gradient is NaN or inf, else 0 (0-d fp32 tensor); `None` without loss scale.
+        Return 1 if any gradient is NaN or inf, else 0 (0-d tensor); `None` without loss scale.
         """
         parameters = list(parameters)
         is_scaled = self._scaler is not None and self._scaler.scale != 1

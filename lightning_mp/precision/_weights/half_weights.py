@@ -239,15 +239,16 @@ class HalfWeights:
                 self._lent.pop(parameter, None)
 
     def narrow_gradients(self) -> None:
-        """Cast accumulated gradients to half, for the half buckets of DDP."""
+        """Cast accumulated gradients to half."""
         for parameter, _ in self._ledger:
             if parameter.grad is not None and parameter.grad.dtype != self.half:
                 parameter.grad = parameter.grad.to(self.half)
 
     @contextlib.contextmanager
     def narrowing(self) -> Iterator[None]:
-        """Cast the gradients that a backward computes to half, as functions may return fp32."""
-        for parameter, _ in self._ledger:
+        """Keep gradients in half during a backward, for the half buckets of DDP."""
+        self.narrow_gradients()
+        for parameter, _ in self._ledger:  # functions may return fp32 gradients
             parameter.grad_dtype = self.half
         try:
             yield

@@ -177,11 +177,7 @@ class Ledger:
         return [name for name, each in modules if each is module]
 
     def look_for_replaced(self) -> nn.Module | None:
-        """Return the model if it may have new parameters since the last call.
-
-        Raises:
-            RuntimeError: An optimizer steps a parameter that was replaced in the model.
-        """
+        """Return the model if it may have new parameters; raise if an optimizer steps old ones."""
         is_changed, self.is_changed = self.is_changed, False
         if not is_changed or self.root is None:
             return None
@@ -226,11 +222,7 @@ class ModuleUsers:
         self._users: dict[nn.Module, list[tuple[int, bool]]] = {}
 
     def enter(self, modules: Sequence[nn.Module], swapping: Container[nn.Module]) -> None:
-        """Record that this thread computes with modules, and replaces the weights of some.
-
-        Raises:
-            RuntimeError: Another thread computes with one of them.
-        """
+        """Record that this thread computes with modules; raise if another thread does, too."""
         thread = threading.get_ident()
         with self._lock:
             for module in modules:
