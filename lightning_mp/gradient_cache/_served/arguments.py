@@ -254,8 +254,7 @@ class EarlierCalls:
 def rows_of(batch: Any) -> int | None:
     """Return the number of rows of a batch: the most frequent length of its tensors or lists."""
     tree = prune_lists_of_rows(open_tree(batch))
-    sizes = [len(leaf.value) for leaf in tree.leaves if is_array(leaf.value)]
-    sizes = sizes or [len(each.value) for each in lists_in(tree) if each.value]
+    sizes = lengths_in(tree) or [len(each.value) for each in lists_in(tree) if each.value]
     # Not the first length: a batch may contain a prompt or class weights besides its rows.
     return Counter(sizes).most_common(1)[0][0] if sizes else None
 

@@ -86,7 +86,7 @@ class TrainedLeaves:
         self.freed: set[int] = set()  # leaves that were freed with the graph of their micro-batch
         self.is_reentrant = self.goes_outside = False
         # All nodes created from here on are part of a micro-batch.
-        self._first = self._since = sequence_number()
+        self._first = self._since = torch._C._autograd._get_sequence_nr()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -97,7 +97,7 @@ class TrainedLeaves:
         """Record the leaves that a micro-batch trains besides its inputs, and return their ids."""
         self._settle()
         graph = explore_graph(roots, self._since, self.refuse)
-        self._since = sequence_number()
+        self._since = torch._C._autograd._get_sequence_nr()
         leaves = dict(graph.leaves)
         for tensor in inputs:
             leaves.pop(id(tensor), None)
@@ -261,15 +261,6 @@ def hooks_disabled(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hooks, kept in held:
             hooks.update(kept)
-
-
-def sequence_number() -> int:
-    # torch does not expose the counter, but every new node has its value.
-    with torch.inference_mode(False), torch.enable_grad():
-        node = torch.empty(0, requires_grad=True).view_as(torch.empty(0)).grad_fn
-    assert node is not None
-    number: int = node._sequence_nr()
-    return number
 
 
 def attach_replay(
