@@ -19,6 +19,7 @@ from lightning_mp.gradient_cache._served.arguments import (
     describe_value,
     has_rows_of_numbers,
     is_array,
+    is_same,
     open_tree,
     prune_lists_of_rows,
 )
@@ -213,7 +214,7 @@ class _Field:
         if self.role == WHOLE:
             if self.first is None:
                 self.first = value
-            elif self.different is None and not _is_same(value, self.first):
+            elif self.different is None and not is_same(value, self.first):
                 self.different = value
             return
         if isinstance(value, Tensor):
@@ -339,16 +340,6 @@ def _field_name(path: str) -> str:
 def _rows_like(memory: Tensor, rows: slice, like: Tensor) -> Tensor:
     part = memory[rows]
     return part[:, : like.shape[1]] if like.ndim > 1 else part
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and one.ndim and not is_array(one):  # nested or sparse
-        return False
-    if getattr(one, "shape", None) != getattr(other, "shape", None):
-        return False
-    if isinstance(one, (list, tuple)):
-        return bool(one == other)
-    return bool(torch.as_tensor(one == other).all())
 
 
 def _shown_value(value: Any) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "describe_value",
     "has_rows_of_numbers",
     "is_array",
+    "is_same",
     "open_tree",
     "prune_lists_of_rows",
     "rows_of",
@@ -329,6 +330,16 @@ def is_array(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim > 0 and value.layout is torch.strided and not value.is_nested
     return isinstance(value, np.ndarray) and value.ndim > 0
+
+
+def is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and one.ndim and not is_array(one):  # nested or sparse
+        return False
+    if getattr(one, "shape", None) != getattr(other, "shape", None):
+        return False
+    if isinstance(one, (list, tuple)):
+        return bool(one == other)
+    return bool(torch.as_tensor(one == other).all())
 
 
 def open_tree(value: Any, path: str = "") -> Tree:

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from lightning_mp.gradient_cache._served.arguments import (
     Arguments,
     Tree,
     describe_value,
+    is_same,
     open_tree,
 )
 from lightning_mp.gradient_cache._served.roles import ROWS, Role
@@ -172,8 +172,8 @@ class Outputs:
         are_lists = isinstance(value, list) and isinstance(whole, list)
         if are_lists and len(whole) == rows.start and len(value) == rows.stop - rows.start:
             self._values[index] = whole + value
-        # Identity first, because NaN is not equal to itself; `==` of arrays is an array.
-        elif whole is not value and not bool(np.all(whole == value)):
+        # Identity first, because NaN is not equal to itself.
+        elif whole is not value and not is_same(whole, value):
             raise ValueError(
                 f"The tower `{self._tower}` returned {_name_of(leaf.path)} of type "
                 f"{type(value).__name__}, which differs between micro-batches: "
