@@ -108,6 +108,19 @@ def test_loss_uses_torch_tiles_and_their_workspace(gpu: FakeCuda) -> None:
     assert torch.allclose(loss.cpu(), expected.detach(), rtol=1e-6)
 
 
+def test_default_device_of_torch_is_not_used_for_memory_of_the_host(gpu: FakeCuda) -> None:
+    features = [torch.randn(8, 8, device=DEVICE) for _ in range(2)]
+    tower, loss_fn = nn.Linear(8, 8), ContrastiveLoss()
+    # As after `torch.set_default_device("cuda")`: memory of a GPU cannot be pinned either.
+    with torch.device("meta"):
+        for _ in range(2):
+            loss_fn(*features, 5.0)
+            gpu.time += 1.0  # the norms of the first inputs arrive
+        output = GradientCache(micro_batch_size=4).call(tower, torch.ones(8, 8, device="cpu"))
+        output.sum().backward()
+    assert tower.bias.grad.tolist() == [8.0] * 8
+
+
 def test_autotuning_measures_device_time(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = find_configs("lse", 90, torch.bfloat16, 512)[:3]
     on_host = dict(zip(configs, (1e-4, 7e-4, 4e-4), strict=True))

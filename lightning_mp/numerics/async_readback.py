@@ -106,7 +106,8 @@ class AsyncReadback:
         return self._new_buffer(packed)
 
     def _new_buffer(self, packed: Tensor) -> Tensor:
-        return torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        # Named, because the default device may be a GPU, whose memory cannot be pinned.
+        return torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
 
     def _take(self) -> Readback:
         step, host, done, context = self._in_flight.popleft()

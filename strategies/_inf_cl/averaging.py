@@ -54,7 +54,7 @@ class GradientAverage:
             [p.grad is not None, p.requires_grad, not p.requires_grad] for p in parameters.values()
         ]
         device = next(iter(parameters.values())).device
-        on_any_rank = send(torch.tensor(facts, dtype=torch.int32), device)
+        on_any_rank = send(torch.tensor(facts, dtype=torch.int32, device="cpu"), device)
         agreement = dist.all_reduce(on_any_rank, dist.ReduceOp.MAX, group=group, async_op=True)
         # Checked only if the trained parameters changed, because reading waits for the device.
         if device.type == "cpu" or self._trained != list(trained):

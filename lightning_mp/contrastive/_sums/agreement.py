@@ -240,7 +240,7 @@ def _gather(facts: Facts, device: torch.device, group: dist.ProcessGroup | None)
     readback = AsyncReadback()
     is_cuda = device.type == "cuda"
     with torch.cuda.stream(_stream_of(device)) if is_cuda else contextlib.nullcontext():
-        mine = send(torch.tensor([int(fact) for fact in facts]), device)
+        mine = send(torch.tensor([int(fact) for fact in facts], device="cpu"), device)
         by_rank = mine.new_empty(dist.get_world_size(group) * len(mine))
         all_gather(by_rank, mine, group=group)
         readback.submit(0, by_rank)

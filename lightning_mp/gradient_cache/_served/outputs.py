@@ -325,4 +325,5 @@ def _standard_normal(count: int, device: torch.device) -> Tensor:
     """Return fixed random numbers without using the user's generators."""
     # Drawn on the CPU, so that all devices get the same numbers.
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, generator=generator, dtype=torch.float32).to(device)
+    numbers = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
+    return numbers.to(device)
