@@ -39,12 +39,7 @@ _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 def loss_of(request: Request, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
-    """Return the loss of the global batch and its statistics, which are empty if not requested.
-
-    Raises:
-        ValueError: Arguments are invalid, or differ between ranks; on all ranks.
-        CollectiveError: A collective failed.
-    """
+    """Return the loss of the global batch and its statistics, which are empty if not requested."""
     # The host waits for other hosts, or reads `positives`; neither can be part of a CUDA graph.
     needs_host = request.positives is not None or ranks_of(group, request.owner) > 1
     loss, statistics, *_ = (_on_host if needs_host else contrastive_loss)(*request.flat())

@@ -26,19 +26,15 @@ class FirstInputs:
     A check reads the features twice and computes seven numbers. The host does not wait for them, so
     that on CUDA the warning comes with a later call. Checks continue because the scale may become
     negative in training.
-
-    Attributes:
-        calls: Number of calls of the loss.
-        signature: Signature of the last inputs that passed the checks, see `Request.signature`.
-        read: The fields `read_scale` and `read_call` of a `Request`. Ranks compare with them the
-            scales on CUDA devices, whose current values the host could not read without waiting.
     """
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = 0  # of the loss
+        # The fields `read_scale` and `read_call` of a `Request`. Ranks compare with them the scales
+        # on CUDA devices, whose current values the host could not read without waiting.
         self.read: dict[str, Any] = {}
         self._shared_calls = 0
-        self.signature: list[Any] | None = None
+        self.signature: list[Any] | None = None  # of the last inputs that passed the checks
         self._warned: set[str] = set()
         self._readback = AsyncReadback()
 

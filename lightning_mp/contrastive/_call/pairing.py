@@ -53,7 +53,6 @@ def paired(request: Request, positives: Tensor) -> tuple[str | None, Request, Pa
 
 
 def _pairing_problem(request: Request, pairing: Pairing) -> str | None:
-    """Return an error if other arguments do not support these positives."""
     if request.statistics and len(pairing.others):
         return STATISTICS_PROBLEM
     if len(request.image) == pairing.matched and not len(pairing.others):  # one to one
@@ -74,7 +73,6 @@ def _pairing_problem(request: Request, pairing: Pairing) -> str | None:
 
 
 def _range_problem(positives: Tensor, n: int) -> str | None:
-    """Return an error if positives are not row numbers of `n` texts."""
     least, most = (int(x) for x in positives.long().aminmax()) if positives.numel() else (-1, -1)
     if least >= -1 and most < n:
         return None

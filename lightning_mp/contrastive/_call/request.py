@@ -57,30 +57,11 @@ class PairArguments(TypedDict, total=False):
 # Not a named tuple, whose properties `torch.compile` in torch 2.10 cannot trace.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """The arguments of a call of a loss; image and text features have one dtype.
-
-    Attributes:
-        image, text, scale, bias: Features, logit scale and logit bias. Scale and bias may be
-            Python numbers until `checked()`.
-        negatives, ids, weights, positives, guide_image, guide_text: Arguments of `forward`.
-        directions, duplicates, label_smoothing, false_negatives, margin, partition, within,
-            hardness: Arguments of the constructor that define the loss, see `RULES`.
-        is_softmax: True for `ContrastiveLoss`, False for `SigmoidContrastiveLoss`.
-        statistics: Whether the call returns `LossStatistics`.
-        widths, width_weights, normalize: The prefixes of `MatryoshkaLoss`; empty for other losses.
-        backend, tile_dtype, workspace_bytes, autotune: Options of the tile backend.
-        stores_tiles: Whether the first sweep stores tiles for the second.
-        exchange: The exchange between ranks.
-        group: Name of the process group, by which torch finds it; `""` is the default group.
-        owner: Class name of the loss, for error messages.
-        read_scale, read_call: The last scale that the host read from a CUDA device, and the call
-            it was passed to; 0 before the first. See `FirstInputs`.
-        needs_grad: Whether image, text, scale, bias and negatives need a gradient.
-    """
+    """The arguments of a call of a loss, and those of its constructor."""
 
     image: Tensor
-    text: Tensor
-    scale: Tensor
+    text: Tensor  # of the dtype of the images
+    scale: Tensor  # may be a Python number until `checked()`, as may the bias
     bias: Tensor | None = None
     negatives: Tensor | None = None
     ids: Tensor | None = None
@@ -96,8 +77,9 @@ class Request:
     partition: Partition = "each"
     within: Within = "none"
     hardness: float = 0.0
-    is_softmax: bool = True
+    is_softmax: bool = True  # False for `SigmoidContrastiveLoss`
     statistics: bool = False
+    # The prefixes of `MatryoshkaLoss`; empty for other losses.
     widths: tuple[int, ...] = ()
     width_weights: tuple[float, ...] = ()
     normalize: bool = False
@@ -105,13 +87,15 @@ class Request:
     tile_dtype: TileDtype = "auto"
     workspace_bytes: int | None = None
     autotune: bool = False
-    stores_tiles: bool = True
+    stores_tiles: bool = True  # whether the first sweep stores tiles for the second
     exchange: ExchangeName = "slices"
-    group: str = ""
-    owner: str = "ContrastiveLoss"
+    group: str = ""  # name of the process group, by which torch finds it; `""`: the default group
+    owner: str = "ContrastiveLoss"  # class name of the loss, for error messages
+    # The last scale that the host read from a CUDA device, and the call it was passed to; 0 before
+    # the first. See `FirstInputs`.
     read_scale: float = 0.0
     read_call: int = 0
-    needs_grad: tuple[bool, ...] = (False,) * 5
+    needs_grad: tuple[bool, ...] = (False,) * 5  # of image, text, scale, bias and negatives
 
     @classmethod
     def of(

@@ -60,18 +60,12 @@ def collective_error(owner: str, error: RuntimeError) -> CollectiveError | None:
 
 @dataclass(frozen=True)
 class Visit:
-    """A block of columns that this rank processes.
+    """A block of columns that this rank processes."""
 
-    Args:
-        columns: For each tensor of the shard, its rows of the visiting columns.
-        diagonal: The positive of row `i` is visiting column `i + diagonal`; `None` without
-            positives among the columns.
-        positive_rows: The rows whose positive is among the columns.
-    """
-
-    columns: list[Tensor]
+    columns: list[Tensor]  # for each tensor of the shard, its rows of the visiting columns
+    # The positive of row `i` is visiting column `i + diagonal`; `None` without positives.
     diagonal: int | None
-    positive_rows: slice
+    positive_rows: slice  # the rows whose positive is among the columns
 
 
 class Home(ABC):
@@ -99,12 +93,7 @@ class Exchange(ABC):
     """Brings the columns of all ranks to each rank, once per sweep.
 
     All ranks call `visit` and `Home.add` in the same order. Transfers overlap with the work on the
-    visiting columns.
-
-    Args:
-        batch_sizes: Rows of each rank; they may differ.
-        rank: This rank within the group.
-        group: The process group; `None` is the default one.
+    visiting columns. `batch_sizes` are the rows of each rank; they may differ.
     """
 
     def __init__(
@@ -195,7 +184,6 @@ class FollowingSum(Home):
         self._sum: Sending | Tensor | None = None
 
     def add(self, part: Tensor) -> None:
-        """Add this rank's part of the current shard, and send the sum on."""
         total = part
         if isinstance(self._sum, Sending):
             # Waits late, because the part was computed meanwhile.

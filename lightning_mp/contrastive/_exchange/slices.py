@@ -150,7 +150,6 @@ class SlicedSum(Home):
         return self._outgoing[padding.window]
 
     def add(self, part: Tensor) -> None:
-        """Send this rank's part of the visiting columns to the ranks of the columns."""
         index, group = self._index, self._slices.group
         # `block_bytes` counts one part in transit at a time.
         self._arrive()

@@ -48,41 +48,27 @@ _FREE_BATCHES = 4
 
 
 class Facts(NamedTuple):
-    """The facts about its call that a rank sends to the others, all of them integers.
+    """The facts about its call that a rank sends to the others, all of them integers."""
 
-    Attributes:
-        is_usable: 0 if the rank raises an error of its own; the other facts are then meaningless.
-        images, texts: Number of images and of texts.
-        width, dtype: Feature width, and index of the dtype in `FLOAT_DTYPES`.
-        exchange: Index of the exchange in `ExchangeName`.
-        budget: Workspace in bytes.
-        given: The optional arguments that were passed, see `Request.given`.
-        checksum: Checksum of the loss class and its options, see `Request.checksum`.
-        scale, bias: Bits of the value if the host has it, otherwise 0; for a scale on a CUDA
-            device, bits of the value that the host has read last.
-        scale_call: The call of the loss that got this scale; 0 for the current call.
-        image_needs_grad, text_needs_grad, scale_needs_grad: Whether they need a gradient.
-        statistics: Whether the call returns statistics.
-        has_others: Whether an image or text has several positives, so that there are none.
-    """
-
-    is_usable: int = 0
+    is_usable: int = 0  # 0 if the rank raises its own error; the others are then meaningless
     images: int = 0
     texts: int = 0
-    width: int = 0
-    dtype: int = 0
-    exchange: int = 0
-    budget: int = 0
-    given: int = 0
-    checksum: int = 0
+    width: int = 0  # of the features
+    dtype: int = 0  # index in `FLOAT_DTYPES`
+    exchange: int = 0  # index in `ExchangeName`
+    budget: int = 0  # workspace in bytes
+    given: int = 0  # see `Request.given`
+    checksum: int = 0  # see `Request.checksum`
+    # Bits of the value if the host has it, otherwise 0. Of a scale on a CUDA device, bits of the
+    # value that the host has read last, and the call of the loss that got it.
     scale: int = 0
     bias: int = 0
-    scale_call: int = 0
+    scale_call: int = 0  # 0 for the current call
     image_needs_grad: int = 0
     text_needs_grad: int = 0
     scale_needs_grad: int = 0
-    statistics: int = 0
-    has_others: int = 0
+    statistics: int = 0  # whether the call returns statistics
+    has_others: int = 0  # whether an image or text has several positives: without statistics
 
 
 def agreed_facts(

@@ -24,16 +24,7 @@ __all__ = ["CrossEntropies"]
 
 
 class CrossEntropies:
-    """The cross entropies of a plan: targets and weights; made on all ranks.
-
-    Attributes:
-        match: The positive pairs.
-        denominator: The pairs that the log-sum-exp sums over; smoothing spreads a part of each
-            target evenly over them.
-        shares: Weights of the images' cross entropies in the loss, (b,), and of the texts', (n,),
-            divided by `unit`. The sum over all ranks and directions is 1 / `unit`.
-        unit: The largest weight of all ranks: 1 / (2 B) if all weights are equal.
-    """
+    """The cross entropies of a plan: targets and weights; made on all ranks."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -42,16 +33,19 @@ class CrossEntropies:
         if weight_b is None:
             weight_b = plan.request.image.new_ones(b, dtype=plan.state)
         own, every = matches.Own(b, n), matches.Everything(b, n, plan.exchange)
-        self.match: matches.Match = own
+        self.match: matches.Match = own  # the positive pairs
         if pairing is not None:
             self.match = matches.Listed(pairing.images_e, pairing.texts_e, b, n)
         # Without a positive there is no term. A text has the mean weight of its images.
         weight_b = weight_b.where(self.match.times(weight_b.new_ones(n)) > 0, 0)
         images_n = self.match.times(torch.ones_like(weight_b), True).clamp_min(1)
         weight_n = self.match.times(weight_b, True) / images_n
+        # Weights of the images' cross entropies in the loss, (b,), and of the texts', (n,). Their
+        # sum over all ranks and directions is 1 / `unit`.
         self.shares, self.unit = _shares(plan, weight_b, weight_n)
         if plan.grouped_ids_n is not None:
             self.match = matches.Groups(plan.grouped_ids_n, b, plan.exchange)
+        # The pairs that the log-sum-exp sums over; smoothing spreads part of each target over them.
         self.denominator: matches.Match = every
         if plan.ids_n is not None:
             same = matches.Groups(plan.ids_n, b, plan.exchange)
@@ -130,7 +124,7 @@ class CrossEntropies:
 
 
 def _shares(plan: Plan, rows_b: Tensor, columns_n: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return the shares of rows and columns, and their unit, from weights."""
+    """Return the shares of rows and columns, and their unit, the largest weight of all ranks."""
     directions = plan.has_terms
     world_size, rank = plan.exchange.world_size, plan.exchange.rank
     # An exchange only sums, so every rank puts its largest weight in a place of its own.

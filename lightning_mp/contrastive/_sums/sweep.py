@@ -51,25 +51,17 @@ class SweepResult(NamedTuple):
 
     DDP and FSDP average gradients over ranks. For the mean to be the gradient of one process with
     the global batch, gradients of features are W times their own, since those of other ranks are
-    zero, and scale and bias have their total on every rank.
-
-    Args:
-        loss: The loss, equal on all ranks.
-        statistics_5: The values of `LossStatistics`; `None` if no rank requests them.
-        d_image_bD: Gradient of the images in the accumulation dtype, as for all features: the loss
-            scale is part of the cotangent, and fp16 would underflow before it is applied.
-        d_text_nD: Gradient of the texts.
-        d_scale: Gradient of the scale, in the state dtype, as is the gradient of the bias.
-        d_bias: Gradient of the bias; `None` for a softmax.
-        d_negatives_bkD: Gradient of the `negatives` of single images.
+    zero, and scale and bias have their total on every rank. Gradients of features are in the
+    accumulation dtype, because the cotangent contains the loss scale, and fp16 would underflow
+    before it is applied; those of scale and bias are in the state dtype.
     """
 
-    loss: Tensor
-    statistics_5: Tensor | None = None
+    loss: Tensor  # equal on all ranks
+    statistics_5: Tensor | None = None  # of `LossStatistics`; `None` if no rank requests them
     d_image_bD: Tensor | None = None
     d_text_nD: Tensor | None = None
     d_scale: Tensor | None = None
-    d_bias: Tensor | None = None
+    d_bias: Tensor | None = None  # `None` for a softmax
     d_negatives_bkD: Tensor | None = None
 
     def of_inputs(self, plan: "Plan") -> "SweepResult":
@@ -93,64 +85,41 @@ class SweepResult(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """The facts that all ranks agreed on before computing the loss, and values derived from them.
+    """The facts that all ranks agreed on before a loss, and values derived from them."""
 
-    Args:
-        request: The request of this rank, its rows in the order of their columns.
-        exchange: The exchange of columns between ranks.
-        tiles: The tile backend.
-        needs_grad: Which gradients any rank needs.
-        pairs: B, the number of images of all ranks; by default those of the request.
-        pairing: The pairing of `positives`, if given.
-        statistics: Whether any rank requests `LossStatistics`.
-        image_exchange: The exchange of images, for losses whose columns are images.
-
-    Attributes:
-        matched: Number of this rank's images with a positive text; text i belongs to image i for
-            i < matched.
-        thresholds: False-negative thresholds of this rank's images and texts; `None` without.
-        ids_n: Ids of this rank's texts, int64. Pairs with equal ids, on any ranks, are not
-            negatives. `None` on all ranks or on none.
-        grouped_ids_n: Ids whose equal pairs are positives, likewise.
-        has_terms: Whether the loss has cross entropies of images, and of texts.
-        terms: Number of cross entropies; the loss is their mean.
-        computes_grad: Whether the gradients of images and of texts are computed. The scale's
-            gradient is a sum over either, so one of them is computed for it.
-        trains: Whether a backward can follow.
-        dtype: Dtype of sums over products.
-        state: Dtype of sums over the batch.
-        weights_b: Weights of the images in this dtype; negative ones are NaN. `None` without.
-    """
-
-    request: Request
+    request: Request  # of this rank, its rows in the order of their columns
     exchange: Exchange
     tiles: TileBackend
     needs_grad: NeedsGrad
-    pairs: int = 0
-    pairing: Pairing | None = None
-    statistics: bool = False
-    image_exchange: Exchange | None = None
+    pairs: int = 0  # B, the images of all ranks; by default those of the request
+    pairing: Pairing | None = None  # of `positives`
+    statistics: bool = False  # whether any rank requests `LossStatistics`
+    image_exchange: Exchange | None = None  # for losses whose columns are images
 
     def __post_init__(self) -> None:
         request, needs_grad = self.request, self.needs_grad
         self.pairs = self.pairs or len(request.image)
         self.statistics |= request.statistics
+        # Text i belongs to image i for i < matched.
         self.matched = len(request.image) if self.pairing is None else self.pairing.matched
         is_masked = request.false_negatives != "keep"
         self.thresholds = thresholds_of(request, self.tiles) if is_masked else None
         # Ids are exchanged, and ranks do not compare the dtypes of theirs.
         ids_n = None if request.ids is None else request.ids.long().contiguous()
+        # Pairs with equal ids, on any ranks, are no negatives, or else positives.
         self.ids_n = ids_n if request.duplicates == "mask" else None
         self.grouped_ids_n = None if request.duplicates == "mask" else ids_n
         directions = request.directions
+        # Whether the loss has cross entropies of images, and of texts; it is the mean of all.
         self.has_terms = RowsColumns(directions != "text_to_image", directions != "image_to_text")
         self.terms = sum(self.has_terms) * self.pairs
+        # The scale's gradient is a sum over that of either tower, so one of them is computed.
         self.computes_grad = RowsColumns(
             needs_grad.image or (needs_grad.scale and not needs_grad.text), needs_grad.text
         )
         self.trains = any(needs_grad)
-        self.dtype = ACCUMULATION_DTYPES[request.image.dtype]
-        self.state = state_dtype(request.image.device)
+        self.dtype = ACCUMULATION_DTYPES[request.image.dtype]  # of sums over products
+        self.state = state_dtype(request.image.device)  # of sums over the batch
         self.weights_b = None
         if request.weights is not None:
             # A check would wait for the device, so the loss becomes NaN.

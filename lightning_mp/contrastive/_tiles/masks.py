@@ -25,14 +25,10 @@ class Ids(NamedTuple):
 class Thresholds(NamedTuple):
     """False-negative thresholds: a row or column masks pairs with similarities above its threshold.
 
-    Args:
-        rows_b: Thresholds of the rows, in the state dtype.
-        columns_m: Thresholds of the columns.
-        guides: Contiguous guide features of rows and columns, whose products are the similarities;
-            `None` takes the similarities of the features.
+    Similarities are products of the contiguous `guides` of rows and columns, or of the features.
     """
 
-    rows_b: Tensor
+    rows_b: Tensor  # in the state dtype
     columns_m: Tensor
     guides: tuple[Tensor, Tensor] | None = None
 

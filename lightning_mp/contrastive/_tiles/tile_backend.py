@@ -102,60 +102,37 @@ class StoredTiles:
 
 
 class Logits(NamedTuple):
-    """The operands of a sweep, `S = scale * rows @ columns.T`, and its masks.
-
-    Args:
-        rows_bD: Rows.
-        columns_mD: Columns of one shard.
-        scale: One value.
-        diagonal: The positive of row `i` is column `i + diagonal`; `None` without positives.
-        positive_rows: The rows whose positive is among these columns; `None` for all rows.
-        ids: Pairs with equal ids are masked, as positives are.
-        thresholds: False-negative thresholds; tiles are not stored with them.
-        stored: Memory that lasts from the first sweep to the second.
-        fresh: Whether the outputs for rows, and for columns, are uninitialized: the sweep then
-            overwrites them instead of adding to them.
-        weights_b: Weights of the rows in `TorchTiles.sigmoid_sweep`; `None` for 1 each.
-        maxima: Numbers that the first sweep raises, in place, to the largest logits of the
-            negatives, without a bias; `None` without statistics. Not supported with thresholds.
-    """
+    """The operands of a sweep, `S = scale * rows @ columns.T`, and its masks."""
 
     rows_bD: Tensor
-    columns_mD: Tensor
-    scale: Tensor
-    diagonal: int | None
-    positive_rows: slice | None = None
-    ids: Ids | None = None
-    thresholds: Thresholds | None = None
-    stored: StoredTiles | None = None
+    columns_mD: Tensor  # of one shard
+    scale: Tensor  # one value
+    diagonal: int | None  # the positive of row `i` is column `i + diagonal`; `None` without any
+    positive_rows: slice | None = None  # those with their positive in the shard; `None`: all
+    ids: Ids | None = None  # pairs with equal ids are masked, as positives are
+    thresholds: Thresholds | None = None  # tiles are not stored with them
+    stored: StoredTiles | None = None  # lasts from the first sweep to the second
+    # Whether outputs for rows, and for columns, are uninitialized: the sweep overwrites them.
     fresh: RowsColumns = RowsColumns(False, False)
-    weights_b: Tensor | None = None
+    weights_b: Tensor | None = None  # of the rows in `TorchTiles.sigmoid_sweep`; `None`: 1 each
+    # Raised in place, in the first sweep, to the largest logits of the negatives, without a bias;
+    # `None` without statistics. Not supported with thresholds.
     maxima: Vectors | None = None
 
 
 class Prepared(NamedTuple):
-    """Values that a loss computes once, before its sweeps.
+    """Values that a loss computes once, before its sweeps."""
 
-    `pos_b` are the logits of the positives, in the state dtype; `own` are further values for
-    `lse_sweep` of the same backend.
-    """
-
-    pos_b: Tensor
-    own: tuple[Tensor, ...] = ()
+    pos_b: Tensor  # logits of the positives, in the state dtype
+    own: tuple[Tensor, ...] = ()  # further values for `lse_sweep` of the same backend
 
 
 class PairTerms(NamedTuple):
-    """Log-sum-exps with the positives, and the gradients of the positives' logits.
+    """Log-sum-exps with the positives, and the gradients of the positives' logits."""
 
-    Args:
-        row_lse_b: Log-sum-exps of the rows; infinite for rows without a term in the loss.
-        column_lse_n: Log-sum-exps of the columns, likewise.
-        weight_b: `-2B` times the gradients of the loss with respect to the positives' logits.
-    """
-
-    row_lse_b: Tensor
-    column_lse_n: Tensor
-    weight_b: Tensor
+    row_lse_b: Tensor  # infinite for rows without a term in the loss
+    column_lse_n: Tensor  # likewise
+    weight_b: Tensor  # `-2B` times the gradients of the loss with respect to the logits
 
 
 class TileBackend(ABC):

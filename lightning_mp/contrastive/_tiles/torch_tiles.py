@@ -54,12 +54,9 @@ class TorchTiles(TileBackend):
     second: `2^(logit - reference)` if the tile has a shared reference, otherwise logits. If `b^2`
     values fit, the loss takes three matrix products instead of four, and no exponential in the
     second sweep. A stored tile differs from a recomputed one by the rounding of its exponentials.
-
-    Args:
-        workspace_bytes: The budget in bytes. `None` takes 32 MiB, on CUDA 512 MiB.
     """
 
-    workspace_bytes: int | None = None
+    workspace_bytes: int | None = None  # `None`: see `DEFAULT_WORKSPACE_BYTES`
 
     def lse_sweep(self, logits: Logits, lses: Vectors, prepared: Prepared | None = None) -> None:
         # Uninitialized memory may hold NaN.

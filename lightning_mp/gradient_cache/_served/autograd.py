@@ -18,16 +18,12 @@ __all__ = [
 
 
 class Graph(NamedTuple):
-    """The part of the autograd graph that leads to some outputs.
+    """The part of the autograd graph that leads to some outputs."""
 
-    `leaves` accumulate gradients, such as parameters, by identity. The graph `is_reentrant` if a
-    part uses reentrant checkpointing, which hides its leaves and only works in a full backward. It
-    `goes_outside` if it continues into an older graph, such as that of a prompt in an attribute of
-    the tower. Micro-batches then share the older graph.
-    """
-
-    leaves: dict[int, Tensor]
-    is_reentrant: bool
+    leaves: dict[int, Tensor]  # accumulate gradients, such as parameters; by identity
+    is_reentrant: bool  # by checkpoints that hide their leaves and only work in a full backward
+    # Whether it continues into an older graph, such as that of a prompt in an attribute of the
+    # tower. Micro-batches then share the older graph.
     goes_outside: bool
 
 

@@ -114,13 +114,10 @@ class MicroBatches:
         """Return copies of the first rows, as many as the device holds during an iteration."""
         # Copies, because a function may write to its rows and a probe must not change the batch.
         count = max(self._prefetch + 1, 2) if self._prefetched_leaves else 1
+        leaves, first = range(len(self._leaves)), slice(0, rows)
         # At full length, because later rows may be longer.
         return [
-            [
-                _clone(self._micro_batch_leaf(i, slice(0, rows), False))
-                for i in range(len(self._leaves))
-            ]
-            for _ in range(count)
+            [_clone(self._micro_batch_leaf(i, first, False)) for i in leaves] for _ in range(count)
         ]
 
     def repeated(self, count: int) -> list[Any]:

@@ -42,7 +42,6 @@ class Outputs:
 
     @property
     def paths(self) -> list[str]:
-        """The names of all outputs, including those left out."""
         return [leaf.path for leaf in self._leaves]
 
     def open(self, returned: Any, rows: slice) -> "OpenedOutputs":

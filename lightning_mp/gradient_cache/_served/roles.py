@@ -49,7 +49,6 @@ class Role:
 
     @classmethod
     def parse(cls, text: str) -> "Role":
-        """Return the role that `text` describes."""
         if found := _ROWS.fullmatch(text):
             each, padding = found.groups()
             return cls("rows", int(each or 1), padding=None if padding is None else float(padding))

@@ -66,7 +66,6 @@ def reduce_remaining(modules: Collection[Any]) -> None:
 
 
 def is_alone() -> bool:
-    """Return whether there is no other rank."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 

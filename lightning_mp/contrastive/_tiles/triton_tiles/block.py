@@ -23,30 +23,17 @@ __all__ = ["Block", "Weights", "Workspace", "add_product"]
 
 @dataclass(frozen=True)
 class Block:
-    """One block: position, operands, masks, memory for its products.
+    """One block: position, operands, masks, memory for its products; see `Logits`."""
 
-    Args:
-        rows: Rows of the shard.
-        columns: Columns of the shard.
-        row_operand: Features of the rows.
-        column_operand: Features of the columns.
-        diagonal: The positive of row `i` is column `i + diagonal`; `None` without positives.
-        ids: Ids of rows and columns, int32; pairs with equal ids are masked.
-        thresholds: Thresholds of the products, in fp32, multiplied by the units of the operands;
-            guides are in operand form.
-        stored_nc: Memory for its products, in fp32, that lasts from one sweep to the next.
-        fresh: Whether sums of the rows, and of the columns, are uninitialized.
-        maxima: Numbers that the sweep raises to the largest logits, see `Logits`.
-    """
-
-    rows: slice
+    rows: slice  # of the shard
     columns: slice
     row_operand: Operand
     column_operand: Operand
     diagonal: int | None
-    ids: Ids | None = None
+    ids: Ids | None = None  # int32
+    # Of the products, in fp32, multiplied by the units of the operands; guides in operand form.
     thresholds: Thresholds | None = None
-    stored_nc: Tensor | None = None
+    stored_nc: Tensor | None = None  # for its products, in fp32
     fresh: RowsColumns = RowsColumns(False, False)
     maxima: Vectors | None = None
 
@@ -102,17 +89,11 @@ def _as_operands(rows_nk: Tensor, columns_ck: Tensor, config: TileConfig) -> tup
 
 @dataclass(frozen=True)
 class Weights:
-    """The gradients of one block's logits, times `2^exponent`, in one tensor or in two halves.
+    """The gradients of one block's logits, times `2^exponent`, in one tensor or in two halves."""
 
-    Args:
-        high_nc: Weights rounded to 16 bits, or fp32.
-        low_nc: Rounding errors of `high_nc`, in the same layout; `None` without a low half.
-        exponent: Keeps small weights in the normal range of fp16.
-    """
-
-    high_nc: Tensor
-    low_nc: Tensor | None
-    exponent: int
+    high_nc: Tensor  # rounded to 16 bits, or fp32
+    low_nc: Tensor | None  # the rounding errors, in the same layout; `None` without a low half
+    exponent: int  # keeps small weights in the normal range of fp16
 
     def arguments(self, config: TileConfig) -> dict[str, Any]:
         weights: list[Any] = [self.high_nc, self.low_nc]

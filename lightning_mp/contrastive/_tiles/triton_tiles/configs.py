@@ -39,31 +39,18 @@ _CYCLES_PER_SECOND = 2e9  # no GPU's clock is faster; a longer sleep does no har
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """A tile shape and the launch options of one kernel.
-
-    Args:
-        kernel: The kernel; rows of `"lse"` also serve the second launch that recomputes tiles.
-        arch: Compute capability times ten of the GPUs that the row is for.
-        dtypes: Names of the operands' dtypes.
-        max_width: The largest feature width that the row is for; `None` means any.
-        tile: Rows, columns and width slice of a tile, in values.
-        group: Rows of tiles that consecutive programs share, so that operands stay in L2.
-        warps: Warps of a program.
-        stages: Width slices in flight.
-        tma: Whether the copy engine (TMA) moves operands and softmax tiles.
-        reason: Why this row is in the table.
-    """
+    """A tile shape and the launch options of one kernel."""
 
     kernel: Kernel
-    arch: int
-    dtypes: tuple[str, ...]
-    max_width: int | None
-    tile: tuple[int, int, int]
-    group: int
-    warps: int
-    stages: int
-    tma: bool
-    reason: str
+    arch: int  # compute capability times ten of the GPUs that the row is for
+    dtypes: tuple[str, ...]  # of the operands
+    max_width: int | None  # the largest feature width that the row is for; `None`: any
+    tile: tuple[int, int, int]  # rows, columns and width slice, in values
+    group: int  # rows of tiles that consecutive programs share, so that operands stay in L2
+    warps: int  # of a program
+    stages: int  # width slices in flight
+    tma: bool  # whether the copy engine (TMA) moves operands and softmax tiles
+    reason: str  # why this row is in the table
 
     @property
     def launch_options(self) -> dict[str, Any]:
@@ -77,7 +64,6 @@ class TileConfig:
         }  # fmt: skip
 
     def tiles(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return how many tiles cover the rows and the columns of a block."""
         return -(-rows // self.tile[0]), -(-columns // self.tile[1])
 
 
@@ -155,7 +141,6 @@ def table_arch(capability: tuple[int, int]) -> int:
 def fastest(
     configs: Sequence[TileConfig], run: Callable[[TileConfig], object], device: torch.device
 ) -> TileConfig:
-    """Return the row with the shortest time, see `timings`."""
     seconds = timings(configs, run, device)
     return min(seconds, key=lambda config: seconds[config])
 

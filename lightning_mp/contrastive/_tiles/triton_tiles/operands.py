@@ -34,20 +34,17 @@ def padded(width: int) -> int:
 class Precision:
     """Dtypes of the operands of the logits and of the softmax.
 
-    Args:
-        operand: Dtype of the operands of the logits.
-        softmax: Dtype of the softmax, and of the features in its products. bf16 has the range of
-            fp32; fp16 underflows below 4e-12, as fp16 gradients do.
-        keeps_low: Whether the softmax is stored in two 16-bit halves.
-        is_split: Whether fp32 features are multiplied as `high + low` in three products, without
-            low times low. The logits take halves in fp16, which hold 22 bits. Halves in bf16 hold
-            16: log-sum-exps at D = 72 and scale 100 would have an error of 2e-4 instead of 1e-5.
-            They are accurate enough for the gradients.
+    If it `is_split`, fp32 features are multiplied as `high + low` in three products, without low
+    times low. The logits take halves in fp16, which hold 22 bits. Halves in bf16 hold 16:
+    log-sum-exps at D = 72 and scale 100 would have an error of 2e-4 instead of 1e-5. They are
+    accurate enough for the gradients.
     """
 
-    operand: torch.dtype
+    operand: torch.dtype  # of the logits
+    # Also of the features in the products of the softmax. bf16 has the range of fp32; fp16
+    # underflows below 4e-12, as fp16 gradients do.
     softmax: torch.dtype
-    keeps_low: bool = False
+    keeps_low: bool = False  # whether the softmax is stored in two 16-bit halves
     is_split: bool = False
 
     @classmethod

@@ -122,19 +122,12 @@ def factors_kernel(
 
 @dataclass(frozen=True)
 class SoftmaxFactors:
-    """The vectors that determine the softmax values of a whole shard, in fp32.
+    """The vectors that determine the softmax values of a whole shard, in fp32."""
 
-    Args:
-        rows_3n: `p_i`, `g_i` and `u_i`.
-        columns_3m: `c_j - s` rounded, its gain, and `v_j`.
-        is_wide: One int32 on the device: 1 if two exponentials are needed.
-        log2_scale: Scale times log2(e) as the sum of two values.
-    """
-
-    rows_3n: Tensor
-    columns_3m: Tensor
-    is_wide: Tensor
-    log2_scale: Tensor
+    rows_3n: Tensor  # `p_i`, `g_i` and `u_i`
+    columns_3m: Tensor  # `c_j - s` rounded, its gain, and `v_j`
+    is_wide: Tensor  # one int32 on the device: 1 if two exponentials are needed
+    log2_scale: Tensor  # scale times log2(e) as the sum of two values
 
     @classmethod
     def of(

@@ -79,20 +79,15 @@ class TritonTiles(TileBackend):
     The products of fp32 features, which consist of three products of 16-bit halves, are stored in
     the first sweep for the second: for all rows, or for the first rows in multiples of 128 that fit
     half of the workspace (all but 128 MiB, if that is less), if that is at least a quarter of them.
-
-    Args:
-        workspace_bytes: The memory in bytes for stored products, and for partial sums or a block of
-            the softmax; at least one tile. `None` takes 544 MiB.
-        tile_dtype: Precision of the products, see `ContrastiveLoss`.
-        autotune: At the first call for a dtype and width, time the tile shapes of the table, which
-            waits for the device, and store the fastest, also for later processes (`choices.py`).
-        arch: The rows of the table to use, such as 80 or 90; `None` takes those of the device.
     """
 
+    # For stored products, and for partial sums or a block of the softmax; at least one tile.
     workspace_bytes: int | None = None
     tile_dtype: TileDtype = "auto"
+    # Time the tile shapes of the table at the first call for a dtype and width, which waits for the
+    # device, and store the fastest, also for later processes.
     autotune: bool = False
-    arch: int | None = None
+    arch: int | None = None  # of the rows of the table, such as 90; `None`: that of the device
     # Timings are not part of the comparison of two backends.
     _tuned: dict[tuple[Kernel, Precision, int, torch.device], TileConfig] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
