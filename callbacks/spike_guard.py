@@ -332,6 +332,8 @@ class SpikeGuard(InstabilityMonitor):
         used = self._courses[: len(trainer.optimizers)]
         course.rivals = [other for other in used if other is not course]
         for found in course.judge(facts.step, facts.loss, facts.gradient_norm):
+            # A schedule may have lowered the rate since.
+            found = found.given(start_rate=(facts.highest_lr or 0.0) / 2)
             is_clipped = (clip_val or math.inf) <= found.numbers.get("lowest", 0.0)
             verdicts.append(replace(found, tags=("clipped",)) if is_clipped else found)
         return verdicts

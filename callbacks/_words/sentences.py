@@ -327,9 +327,9 @@ REMEDIES = {
     "rate from there on, to {lower_rate:.3g} or less.",
     "divergence, ending": "Resume from a checkpoint of about step {best_step:.0f}, and halve the "
     "learning rates of the schedule from there on.",
-    "divergence, from start": "Restart with a learning rate of {lower_rate:.3g} or less, or with "
+    "divergence, from start": "Restart with a learning rate of {start_rate:.3g} or less, or with "
     "a longer warm-up.",
-    "stalled_loss": "Restart with a learning rate of {lower_rate:.3g} or less, or with a longer "
+    "stalled_loss": "Restart with a learning rate of {start_rate:.3g} or less, or with a longer "
     "warm-up.",
     "stalled_loss, long": "If the loss should have fallen by now, compare runs at a tenth of and "
     "at ten times the learning rate, and check that targets belong to their inputs.",

@@ -26,7 +26,7 @@ SAMPLES: dict[str, Any] = {
     **{"count": 2, "total": 40.0, "eps": 1e-8, "boost": 1.28, "limit": 31.6, "least": 1e-8},
     **{"most": 10.0, "undone": 120, "left_out": 80, "wanted": 100, "amax": 40000.0},
     **{"largest": 65504.0, "dtype": "float16", "lower_rate": 5e-4, "limits": "init_scale=256"},
-    **{"owner": "layers.0.mlp", "lower_eps": 1e-11, "norm_limit": 4.0},
+    **{"owner": "layers.0.mlp", "lower_eps": 1e-11, "norm_limit": 4.0, "start_rate": 5e-4},
     **{"of_optimizer": "", "best": 1.2, "best_step": 400, "start": 3.2, "peak": 5.1, "steps": 96},
     **{"lowest": 0.4, "lowest_step": 300, "times": 12.5, "span": 128, "subnormal": 0.15},
     **{"overflow": 1700, "patience": 16, "again": 64, "first_bad": 185, "median": 1.0, "z": 14.0},

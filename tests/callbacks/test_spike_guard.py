@@ -337,3 +337,14 @@ def test_manual_optimization_judges_each_optimizer_by_its_own_loss(tmp_path: Pat
     assert moved[40] == [True, True, False, False]
     assert all(all(step) for at, step in enumerate(moved) if at != 40)
     assert guard.history.curves["loss_1"][0][1] > 10 * guard.history.curves["loss"][0][1]
+
+
+def test_restart_is_advised_at_half_of_the_rate_before_the_schedule_lowered_it() -> None:
+    guard = SpikeGuard()
+    model = PlantedModel(
+        dict.fromkeys(range(4, 60), "loss only"),
+        make_schedule=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97),
+    )
+    fit(model, make_batches(60, size=512), guard)
+    (alarm,) = guard.alarms
+    assert "Restart with a learning rate of 0.0015 or less" in alarm.remedy
