@@ -25,7 +25,7 @@ from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._rules.records import Verdict
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
 from lightning_mp.callbacks._step.training_state import gather_objects
-from lightning_mp.numerics.floats import VALUE_DTYPES, accumulation_dtype
+from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState, eager_mode
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.ledger import parameters_of
@@ -99,7 +99,8 @@ def _outlier(
     with suppress(Exception):  # the batch cannot be copied
         calm = copy.deepcopy(record.batch)
     for name, tensor in named_tensors(calm, "batch"):
-        if tensor.dtype in VALUE_DTYPES and tensor.numel() > 1 and not tensor.is_complex():
+        is_plain = tensor.layout == torch.strided and not tensor.is_nested
+        if is_plain and tensor.dtype in FLOAT_DTYPES and tensor.numel() > 1:
             sizes = tensor.detach().float().abs().flatten()
             usual = float(sizes.kthvalue(max(int(0.999 * sizes.numel()), 1)).values)
             amax = float(sizes.max())

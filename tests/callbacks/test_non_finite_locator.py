@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers.utils import ModelOutput
 
 from lightning_mp import BalancedAMP, PureFP16
@@ -247,6 +248,25 @@ def test_locator_names_the_path_of_a_bad_value_in_the_batch(value: float, plugin
     assert (alarm.step, alarm.tensor) == (4, "batch['x']")
     assert f"held {'NaN' if value != value else 'inf'} when it came" in alarm.message
     assert "nan_to_num" in alarm.remedy
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        torch.eye(8).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(3, 2)] * 8, layout=torch.jagged),
+    ],
+    ids=["sparse", "nested"],
+)
+def test_locator_accepts_sparse_and_nested_tensors_in_the_batch(part: Tensor) -> None:
+    class WithPart(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch[0], batch_idx)
+
+    loader = DataLoader([(batch, part) for batch in data(2)], batch_size=None)
+    model = WithPart(loss_of=lambda out, y: (out - y).square().mean() * torch.inf)
+    (alarm,) = locate(model, loader=loader).alarms
+    assert alarm.tensor == "WithPart"
 
 
 def test_locator_ignores_nan_in_an_unused_part_of_the_batch() -> None:
