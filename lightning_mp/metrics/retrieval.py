@@ -17,8 +17,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.metrics._checks import TOP_K, check_features, check_ids, check_value
-from lightning_mp.metrics._repeats import with_keys, without_repeats
-from lightning_mp.metrics._stored_rows import StoredRows
+from lightning_mp.metrics._stored_rows import StoredRows, with_keys, without_repeats
 from lightning_mp.metrics._tiled_ranks import full_precision, retrieval_ranks
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 

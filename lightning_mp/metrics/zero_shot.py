@@ -14,8 +14,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp.metrics._checks import TOP_K, check_ids, check_rows, check_value
-from lightning_mp.metrics._repeats import with_keys, without_repeats
-from lightning_mp.metrics._stored_rows import StoredRows
+from lightning_mp.metrics._stored_rows import StoredRows, with_keys, without_repeats
 from lightning_mp.metrics._tiled_ranks import full_precision, unit_rows
 from lightning_mp.numerics.floats import sum_rounding
 

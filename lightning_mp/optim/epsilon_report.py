@@ -90,11 +90,9 @@ def epsilon_report(
     (1 - beta2) g^2, which
 
     - flushes to 0 for |g| <= sqrt(2^-25 / (1 - beta2)) in fp16: 5.46e-3 at beta2=.999, 7.7e-4 at
-      .95, 1.73e-2 at .9999. 2^-25, half the smallest subnormal, is the largest number that rounds
-      to 0. The update is then |g| / eps, with eps rounded to the same dtype;
-    - overflows for |g| >= sqrt(65520 / (1 - beta2)), 8094 at beta2=.999. 65520 is the smallest
-      number that rounds to inf in fp16. Gradients that stay above sqrt(65520) = 256 overflow `v`
-      eventually: |g|=300 after 1331 steps.
+      .95, 1.73e-2 at .9999. The update is then |g| / eps, with eps rounded to the same dtype;
+    - overflows for |g| >= sqrt(65520 / (1 - beta2)), 8094 at beta2=.999. Gradients that stay above
+      sqrt(65520) = 256 overflow `v` eventually: |g|=300 after 1331 steps.
 
     torch's `fused=True` computes in fp32 and stores in fp16. Epsilon survives and a single step is
     right, but `v` restarts from 0 in every step while the bias correction approaches 1, so the

@@ -52,13 +52,11 @@ def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: 
     if names is None:
         return False
     state = optimizer.state[parameter]
-    if state:
-        widen_state(state)
-        return True
-    where = parameter.device if group["capturable"] else None
-    # torch creates states only if there are none, so all of them must be created here.
-    state["step"] = torch.zeros((), dtype=torch.float32, device=where)
-    state.update({name: torch.zeros_like(parameter, dtype=torch.float32) for name in names})
+    widen_state(state)
+    if not state:  # torch creates states only if there are none, so all must be created here
+        where = parameter.device if group["capturable"] else None
+        state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+        state.update({name: torch.zeros_like(parameter, dtype=torch.float32) for name in names})
     return True
 
 

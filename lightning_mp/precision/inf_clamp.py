@@ -74,11 +74,7 @@ class InfClamp:
     def attach(self, root: nn.Module) -> "InfClamp":
         """Register the hooks on a model, remove earlier hooks, and reset the counts.
 
-        Args:
-            root: The model; dotted paths are relative to it.
-
-        Raises:
-            ValueError: The model has no module of a given name; the message lists similar names.
+        Dotted paths are relative to `root`; a name that the model lacks raises `ValueError`.
         """
         named = {m for name in self.modules if name != "auto" for m in find_modules(root, name)}
         stream = find_residual_stream(root if "auto" in self.modules else nn.Identity())

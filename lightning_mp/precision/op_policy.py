@@ -79,11 +79,7 @@ class OpPolicy:
         check_ops(self, self.fp32_ops, self.half_ops)
 
     def class_of(self, op: str) -> OpClass:
-        """Return the class of an op under this policy.
-
-        Args:
-            op: Any name of the op, also an internal name such as "aten::_log_softmax".
-        """
+        """Return the class of an op, by any name, also an internal one as "aten::_log_softmax"."""
         name = tables.canonical_name(op)
         if name in self.fp32_ops:
             return "fp32"
