@@ -63,7 +63,7 @@ def unknown_modules(run: StartedRun) -> Iterator[Finding]:
         return
     for name, arguments in plugins_of(run.trainer_settings):
         for argument in ("fp32_modules", "inf_clamp"):
-            given = arguments.get(argument) or []
+            given = arguments.get(argument)
             for module in given if isinstance(given, list) else []:
                 if (argument, module) == ("inf_clamp", "auto"):
                     continue
@@ -133,7 +133,8 @@ def accumulation(run: StartedRun) -> Iterator[Finding]:
 
 def checkpoint_dtype(run: StartedRun) -> Iterator[Finding]:
     """Checkpoints hold weights in half precision only."""
-    if run.is_set_up and run.model is not None and _plain_optimizers(run):
+    if _plain_optimizers(run):
+        assert run.model is not None
         half = [name for name, p in run.model.named_parameters() if _trains_half(p)]
         if half:
             yield Finding(

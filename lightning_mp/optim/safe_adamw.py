@@ -78,6 +78,7 @@ class SafeAdamW(Optimizer):
         Adam-atan2, arXiv:2407.05872, https://github.com/lucidrains/adam-atan2-pytorch.
     """
 
+    keeps_fp32_states = True  # as `check_adam_epsilon` and the doctor ask of any optimizer
     # Set by `torch.amp.GradScaler.step` around `step`.
     grad_scale: Tensor | None
     found_inf: Tensor | None

@@ -65,15 +65,18 @@ class Pairs(pl.LightningDataModule):
         rows: Number of pairs.
         width: Width of an image.
         missing: Whether the files of the images are missing.
+        drop_last: Whether a short last batch is left out.
     """
 
-    def __init__(self, rows: int = 64, width: int = 8, missing: bool = False) -> None:
+    def __init__(
+        self, rows: int = 64, width: int = 8, missing: bool = False, drop_last: bool = False
+    ) -> None:
         super().__init__()
-        self.rows, self.width, self.missing = rows, width, missing
+        self.rows, self.width, self.missing, self.drop_last = rows, width, missing, drop_last
 
     def train_dataloader(self) -> DataLoader:
         """Return batches of 16."""
         if self.missing:
             return DataLoader(range(self.rows), 16, collate_fn=_read)
         sides = torch.randn(self.rows, self.width), torch.randn(self.rows, 8)
-        return DataLoader(TensorDataset(*sides), batch_size=16)
+        return DataLoader(TensorDataset(*sides), batch_size=16, drop_last=self.drop_last)

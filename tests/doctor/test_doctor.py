@@ -1,6 +1,7 @@
 """Each planted mistake is found by name, until the line of the finding is changed."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def config(trainer: dict[str, Any], *, model: dict[str, Any] = {}, **more: Any) 
 CACHE = {"strategy": plugin("InfCLStrategy", micro_batch_size=8)}
 BALANCED = {"plugins": plugin("BalancedAMP", half="bf16")}
 SAFE = {"optimizer": {"class_path": "SafeAdamW", "init_args": {"lr": 1e-3}}}
+LARGE_EPSILON = {"optimizer": plugin("torch.optim.AdamW", lr=1e-3, eps=0.1)}
+WATCHED = {"callbacks": [plugin("ActivationRangeMonitor")]}
 GUARD = plugin("SpikeGuard", action="skip")
 PLANTED = [
     (
@@ -53,12 +56,30 @@ PLANTED = [
         config({"plugins": plugin("BalancedAMP", fp32_modules=["LayerNrm"])}),
         config({"plugins": plugin("BalancedAMP", fp32_modules=["LayerNorm"])}),
     ),
-    ("epsilon", config({"precision": "16-true"}), config({"precision": "16-true"}, **SAFE)),
-    ("optimizer states", config({"precision": "bf16-true"}), config(BALANCED)),
+    (
+        "unknown name in `inf_clamp`",
+        config({"plugins": plugin("BalancedAMP", inf_clamp=["auto", "txt"])}),
+        config({"plugins": plugin("BalancedAMP", inf_clamp=["auto", "text"])}),
+    ),
+    (
+        "set-up",
+        config({"plugins": plugin("BalancedAMP", inf_clamp="text")}),
+        config({"plugins": plugin("BalancedAMP", inf_clamp=["text"])}),
+    ),
+    (
+        "epsilon",
+        config({"precision": "16-true"}),
+        config({"precision": "16-true"}, **LARGE_EPSILON),
+    ),
+    (
+        "optimizer states",
+        config({"precision": "bf16-true"}),
+        config({"precision": "bf16-true"}, **SAFE),
+    ),
     (
         "accumulation in half precision",
-        config({"precision": "bf16-true", "accumulate_grad_batches": 4}),
-        config({**BALANCED, "accumulate_grad_batches": 4}),
+        config({"precision": "bf16-true", "accumulate_grad_batches": 2}),
+        config({"precision": "bf16-true", "accumulate_grad_batches": 1}),
     ),
     ("dtype of checkpoints", config({"precision": "bf16-true"}, **SAFE), config(BALANCED, **SAFE)),
     ("BatchNorm in a tower", config(CACHE, model={"norm": "BatchNorm1d"}), config(CACHE)),
@@ -70,21 +91,52 @@ PLANTED = [
     (
         "`find_unused_parameters`",
         config({"strategy": plugin("InfCLStrategy", find_unused_parameters=True)}),
-        config({"strategy": plugin("InfCLStrategy")}),
+        config({"strategy": plugin("DDPStrategy", find_unused_parameters=True)}),
     ),
-    # Each of 8 ranks has an eighth of the rows.
-    ("`drop_last`", config(CACHE, data={"rows": 144}), config(CACHE, data={"rows": 125})),
+    # Each of 8 ranks has an eighth of the rows, in batches of 16.
+    ("`drop_last`", config(CACHE, data={"rows": 144}), config(CACHE, data={"rows": 121})),
+    ("`drop_last`", config(CACHE, data={"rows": 144}), config({}, data={"rows": 144})),
+    (
+        "`drop_last`",
+        config(CACHE, data={"rows": 144}),
+        config(CACHE, data={"rows": 144, "drop_last": True}),
+    ),
+    (
+        "`drop_last`",
+        config({**CACHE, "devices": 4}, data={"rows": 121}),
+        config({**CACHE, "devices": 4, "num_nodes": 2}, data={"rows": 121}),
+    ),
+    (
+        "`drop_last`",
+        config({**CACHE, "devices": "auto"}, data={"rows": 121}),
+        config({**CACHE, "devices": "auto"}, data={"rows": 15}),  # the only batch
+    ),
+    (
+        "`drop_last`",
+        config({**CACHE, "use_distributed_sampler": False}, data={"rows": 121}),
+        config({**CACHE, "use_distributed_sampler": False}, data={"rows": 128}),
+    ),
     (
         "compiled modules",
-        config({"callbacks": [plugin("ActivationRangeMonitor")]}, model={"compiled": True}),
-        config({"callbacks": [plugin("ActivationRangeMonitor")]}),
+        config(WATCHED, model={"compiled": True}),
+        config({"callbacks": [GUARD]}, model={"compiled": True}),
     ),
+    ("compiled modules", config(WATCHED, model={"compiled": True}), config(WATCHED)),
     (
         "callbacks",
         config({"callbacks": [GUARD, plugin("NonFiniteLocator", action="stop")]}),
         config({"callbacks": [GUARD, plugin("NonFiniteLocator", action="warn")]}),
     ),
-    ("sizes for tensor cores", config(BALANCED, model={"width": 12}), config(BALANCED)),
+    (
+        "callbacks",
+        config({"callbacks": [GUARD, plugin("NonFiniteLocator", action="stop")]}),
+        config({"callbacks": [plugin("SpikeGuard"), plugin("NonFiniteLocator", action="stop")]}),
+    ),
+    (
+        "sizes for tensor cores",
+        config(BALANCED, model={"width": 12}),
+        config({}, model={"width": 12}),
+    ),
     (
         "callbacks",
         config({"callbacks": [GUARD], "detect_anomaly": True}),
@@ -129,10 +181,35 @@ def test_planted_mistake_is_found_until_it_is_corrected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before, after = (told(settings, tmp_path, capsys) for settings in (planted, mended))
-    assert f": {kind}\n  What:   " in before
+    found, left = (
+        set(re.findall(r"^[A-Z]+: (.*)\n  What:   ", said, re.M)) for said in (before, after)
+    )
+    assert found - left == {kind}
+    assert left < found
     assert ("WRONG: " in before) == before.endswith("exit 1")
-    assert f": {kind}" not in after
+    severities = re.findall(r"^(WRONG|ADVICE): ", before, re.MULTILINE)
+    assert severities == sorted(severities, reverse=True)
     assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]  # nothing was written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (config(BALANCED, model={"width": 12}), "(2): visual.0 (8 x 12), visual.2 (12 x 8).\n"),
+        (config({"precision": "bf16-true"}), "keeps the states of 8 parameters in bfloat16.\n"),
+        (
+            config({"precision": "bf16-true", "accumulate_grad_batches": 2}),
+            "A gradient below 3.9e-03 of the accumulated sum is lost.\n",
+        ),
+        (config(WATCHED, model={"compiled": True}), "monitors `visual`, which `torch.compile`"),
+        (config(CACHE, data={"rows": 144}), "has 2 rows, the others 16.\n"),
+    ],
+)
+def test_findings_state_names_and_numbers(
+    settings: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in told(settings, tmp_path, capsys)
 
 
 @pytest.mark.slow
@@ -144,6 +221,7 @@ def test_planted_mistake_is_found_until_it_is_corrected(
         BALANCED,
         {**CACHE, **BALANCED},
         {"plugins": plugin("PureFP16", inf_clamp=["auto"])},  # as in a saved config
+        {"accumulate_grad_batches": 2},
         {"strategy": "ddp_spawn_find_unused_parameters_true"},
         {"strategy": plugin("InfCLStrategy", start_method="spawn", micro_batch_size=8)},
         {"strategy": plugin("DDPStrategy", process_group_backend="nccl")},
@@ -200,7 +278,7 @@ def test_errors_before_the_first_batch_are_findings_with_whole_sentences(
     assert "state_dict for CLIP:" in said
     assert "Change: Correct the setting that the error names." in said
     assert said.endswith("exit 1")
-    settings = config({"plugins": plugin("BalancedAMP", half="float16")})
+    settings = config({"plugins": plugin("BalancedAMP", half="float16", fp32_modules=["text"])})
     said = told(settings, tmp_path, capsys)
     assert "Expected a Literal['fp16', 'bf16']. Got value: float16\n" in said
     assert "Change: Correct the setting that the error names." in said
