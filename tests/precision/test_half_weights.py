@@ -379,13 +379,15 @@ def test_param_groups_added_later_are_stepped_in_fp32() -> None:
         assert torch.equal(weights.read(late), join_weight(*split_weight(stepped, torch.float16)))
 
 
-def test_frozen_weight_without_gradient_does_not_change() -> None:
+def test_frozen_weight_without_gradient_does_not_change_and_has_no_stand_in() -> None:
     model, weights = converted()
     frozen = model.body[2].weight.requires_grad_(False)
     optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     give_gradients(p for p in model.parameters() if p is not frozen)
-    before = weights.read(frozen)
+    before, stepped = weights.read(frozen), []
+    optimizer.register_step_pre_hook(lambda *_: stepped.extend(optimizer.param_groups[0]["params"]))
     step(weights, optimizer)
+    assert any(each is frozen for each in stepped)
     assert torch.equal(weights.read(frozen), before)
     assert not frozen.requires_grad
     assert frozen.grad is None

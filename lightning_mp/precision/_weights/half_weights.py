@@ -286,8 +286,11 @@ class HalfWeights:
         # Groups are read at every step, because parameters may join at any time.
         if isinstance(optimizer, SafeAdamW):
             self._share(optimizer)
-        else:
-            self._swap_in(optimizer)
+        else:  # steps skip frozen weights
+            parameters = parameters_of(optimizer)
+            self._swap_in(
+                optimizer, [p for p in parameters if p.requires_grad or p.grad is not None]
+            )
         try:
             for parameter, _, stand_in in self._stand_ins:
                 if (grad := parameter.grad) is not None:
@@ -333,11 +336,11 @@ class HalfWeights:
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         fits = sizes == [len(group["params"]) for group in optimizer.param_groups]
         if fits and "state" in state_dict:
-            self._swap_in(optimizer)
+            self._swap_in(optimizer, parameters_of(optimizer))
 
     @torch.no_grad()
-    def _swap_in(self, optimizer: Optimizer) -> None:
-        halves = [(p, self._residual_of(p)) for p in parameters_of(optimizer) if p in self._ledger]
+    def _swap_in(self, optimizer: Optimizer, parameters: Iterable[Any]) -> None:
+        halves = [(p, self._residual_of(p)) for p in parameters if p in self._ledger]
         pairs = [(p, rest) for p, rest in halves if rest is not None]
         joined = iter(join_weights([p for p, _ in pairs], [rest for _, rest in pairs]))
         self._stand_ins = [
