@@ -240,7 +240,9 @@ class ScaledPrecision(MixedPrecision, ForLightning):  # `ThroughputMonitor` take
         if result is None and model.automatic_optimization and not self._has_gradients(optimizer):
             return None  # `training_step` returned None and there are no accumulated gradients
         # Before `on_before_optimizer_step` and clipping, which `_after_closure` runs.
-        found_inf = self._unscale(optimizer)
+        found_inf = self._unscaled.unscale(self.main_params(optimizer), self._first_device())
+        if found_inf is not None:
+            all_reduce_found_inf(found_inf)
         self._after_closure(model, optimizer)
         steps_first = skips_on_gpu(optimizer)
         if steps_first:  # before the host waits for the flags
@@ -299,8 +301,9 @@ class ScaledPrecision(MixedPrecision, ForLightning):  # `ThroughputMonitor` take
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         optimizer = getattr(optimizer, "optimizer", optimizer)  # out of a LightningOptimizer
-        if clip_val > 0:
-            self._unscale(optimizer)
+        scaled = [p for p in self.main_params(optimizer) if p not in self._unscaled]
+        if clip_val > 0 and scaled:  # in manual optimization, before the step
+            self._unscaled.unscale(scaled, self._first_device())
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     @override
@@ -315,11 +318,6 @@ class ScaledPrecision(MixedPrecision, ForLightning):  # `ThroughputMonitor` take
         nonzero to skip; it is copied to the host with the overflow flag, without another host sync.
         """
         self._skip_request = is_wanted
-
-    def _unscale(self, optimizer: Optimizer) -> Tensor | None:
-        """Unscale an optimizer's gradients; return whether any is non-finite on any rank."""
-        found_inf = self._unscaled.unscale(self.main_params(optimizer), self._first_device())
-        return None if found_inf is None else all_reduce_found_inf(found_inf)
 
     def _decide(self, optimizer: Optimizer, found_inf: Tensor | None) -> bool:
         """Return whether to step."""

@@ -26,6 +26,9 @@ class UnscaledGradients:
         # The gradients and their versions before the running backward.
         self._before: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
 
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._unscaled
+
     @contextlib.contextmanager
     def arriving(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Surround the backward of a scaled loss and record the gradients that it changes."""
@@ -65,7 +68,7 @@ class UnscaledGradients:
 
     def has_inf(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether any unscaled gradient is NaN or inf, so that its step will be skipped."""
-        ours = _gradients(p for p in parameters if id(p) in self._unscaled)
+        ours = _gradients(p for p in parameters if p in self)
         return self._scaler is not None and self._scaler.unscale_(ours, scale=1).item() != 0
 
     def unscale(self, parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
