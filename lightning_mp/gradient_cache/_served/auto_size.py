@@ -168,33 +168,30 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
-        self.peak: int = 0
+        self.live = self.peak = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in tensors_in((args, kwargs)):
-            self._note(tensor, is_new=False)  # parameters and the batch
+        self._note((args, kwargs), is_new=False)  # parameters and the batch
         result = function(*args, **kwargs)
-        for tensor in tensors_in(result):
-            self._note(tensor)
+        self._note(result, is_new=True)
         return result
 
-    def _note(self, tensor: Tensor, is_new: bool = True) -> None:
-        if tensor.layout is not torch.strided:  # a sparse gradient has no storage
-            return
-        # By storage, which views share and which lives as long as the last view.
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() if is_new else 0
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, size)
+    def _note(self, value: Any, *, is_new: bool) -> None:
+        for tensor in tensors_in(value):
+            if tensor.layout is not torch.strided:  # a sparse gradient has no storage
+                continue
+            # By storage, which views share and which lives as long as the last view.
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes() if is_new else 0
+            if key not in self._known:
+                self._known.add(key)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
         # The next storage may reuse the address.
