@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
+from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
 Output = namedtuple("Output", ["features", "count"])
@@ -315,3 +316,18 @@ def test_replay_on_a_gpu_draws_the_same_dropout_masks() -> None:
     torch.rand(5, device=device)
     features.sum().backward()
     assert all(torch.equal(*masks) for masks in zip(seen[:3], seen[3:], strict=True))
+
+
+def _call_of_a_tower_under_fsdp_1(rank: int) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    tower = FullyShardedDataParallel(nn.Linear(4, 4), device_id=CPU)
+    with pytest.raises(ValueError, match="contains `FullyShardedDataParallel`") as error:
+        make_cache().call(tower, torch.randn(7, 4))
+    return str(error.value)
+
+
+@pytest.mark.distributed
+def test_tower_under_fsdp_1_raises_because_its_replays_would_lose_gradients() -> None:
+    (message,) = run_ranks(_call_of_a_tower_under_fsdp_1, 1)
+    assert "Shard towers with `fully_shard`" in message

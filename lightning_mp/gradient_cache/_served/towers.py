@@ -32,6 +32,13 @@ class Tower:
 
     def __post_init__(self) -> None:
         self.sharded = sharded_modules(self.module)
+        if _modules_of(self.module, "FullyShardedDataParallel"):
+            # Its hooks reduce gradients in a backward of its own forward, which a replay is not.
+            raise ValueError(
+                f"Passed the tower `{self.name}`, which contains `FullyShardedDataParallel`: its "
+                "replays would lose gradients. Shard towers with `fully_shard` (FSDP 2), or use "
+                "DDP."
+            )
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
@@ -126,8 +133,13 @@ def _tower_names(model: nn.Module) -> Iterable[str]:
 
 
 def sharded_modules(module: nn.Module | None) -> list[Any]:
-    """Return the modules that `fully_shard` was applied to, without importing FSDP."""
+    """Return the modules that `fully_shard` was applied to."""
+    return _modules_of(module, "FSDPModule")
+
+
+def _modules_of(module: nn.Module | None, kind: str) -> list[Any]:
+    """Return the modules of a class of `torch.distributed.fsdp`, without importing it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if module is None or fsdp is None:
         return []
-    return [each for each in module.modules() if isinstance(each, fsdp.FSDPModule)]
+    return [each for each in module.modules() if isinstance(each, getattr(fsdp, kind))]
