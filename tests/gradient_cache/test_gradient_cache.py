@@ -318,16 +318,20 @@ def test_replay_on_a_gpu_draws_the_same_dropout_masks() -> None:
     assert all(torch.equal(*masks) for masks in zip(seen[:3], seen[3:], strict=True))
 
 
-def _call_of_a_tower_under_fsdp_1(rank: int) -> str:
+def _refused_towers(rank: int) -> list[str]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    tower = FullyShardedDataParallel(nn.Linear(4, 4), device_id=CPU)
-    with pytest.raises(ValueError, match="contains `FullyShardedDataParallel`") as error:
-        make_cache().call(tower, torch.randn(7, 4))
-    return str(error.value)
+    static = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), static_graph=True)
+    messages = []
+    for tower in (FullyShardedDataParallel(nn.Linear(4, 4), device_id=CPU), static):
+        with pytest.raises(ValueError, match="replays") as error:
+            make_cache().call(tower, torch.randn(7, 4))
+        messages.append(str(error.value))
+    return messages
 
 
 @pytest.mark.distributed
-def test_tower_under_fsdp_1_raises_because_its_replays_would_lose_gradients() -> None:
-    (message,) = run_ranks(_call_of_a_tower_under_fsdp_1, 1)
-    assert "Shard towers with `fully_shard`" in message
+def test_towers_whose_wrapper_would_not_reduce_the_gradients_of_replays_raise() -> None:
+    ((fsdp, static),) = run_ranks(_refused_towers, 1)
+    assert "contains `FullyShardedDataParallel`" in fsdp
+    assert "in DDP with `static_graph=True`" in static

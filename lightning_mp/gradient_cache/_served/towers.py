@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Tower", "find_tower", "sharded_modules"]
 
@@ -32,12 +33,18 @@ class Tower:
 
     def __post_init__(self) -> None:
         self.sharded = sharded_modules(self.module)
+        # They reduce gradients in the backward of their own forward, which a replay is not.
         if _modules_of(self.module, "FullyShardedDataParallel"):
-            # Its hooks reduce gradients in a backward of its own forward, which a replay is not.
             raise ValueError(
                 f"Passed the tower `{self.name}`, which contains `FullyShardedDataParallel`: its "
                 "replays would lose gradients. Shard towers with `fully_shard` (FSDP 2), or use "
                 "DDP."
+            )
+        if isinstance(self.module, DistributedDataParallel) and self.module.static_graph:
+            raise ValueError(
+                f"Passed the tower `{self.name}` in DDP with `static_graph=True`, which would not "
+                "average the gradients of its replays. Leave `static_graph` out, or wrap the whole "
+                "model in DDP."
             )
 
     @contextmanager
