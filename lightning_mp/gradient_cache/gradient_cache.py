@@ -27,7 +27,6 @@ from lightning_mp.gradient_cache._served.arguments import (
 from lightning_mp.gradient_cache._served.auto_size import find_micro_batch_size
 from lightning_mp.gradient_cache._served.autograd import attach_replay
 from lightning_mp.gradient_cache._served.call import Replayed, TowerCall
-from lightning_mp.gradient_cache._served.outputs import Outputs
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.sharding import is_alone, reduce_remaining, set_reduction
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
@@ -144,12 +143,7 @@ class GradientCache:
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module  # the user's paths do not contain DDP's `module`
-        if self._pending:
-            raise RuntimeError(
-                f"The sharded tower `{self._pending[0][0].tower}` was called, but its replay never "
-                "ran, so its gradients are missing. Call `cache.finish()` after `loss.backward()`; "
-                "with `InfCLModelParallelStrategy`, `self.manual_backward(loss)` does both."
-            )
+        self._check_finished()
         expected = rows_of(batch)
         found = [find_tower(model, name) for name in towers]
         before, self._expected_rows = self._expected_rows, expected
@@ -178,6 +172,7 @@ class GradientCache:
         Raises:
             ValueError: No argument is a batch, or an output does not have the rows of the batch.
         """
+        self._check_finished()
         called = function
         while isinstance(called, functools.partial):
             called = called.func
@@ -248,6 +243,15 @@ class GradientCache:
         self._check_differences(self._differences.drain())
         self.declared.check()
 
+    def _check_finished(self) -> None:
+        # A backward may call towers again, such as one with activation checkpoints.
+        if self._pending and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"The sharded tower `{self._pending[0][0].tower}` was called, but its replay never "
+                "ran, so its gradients are missing. Call `cache.finish()` after `loss.backward()`; "
+                "with `InfCLModelParallelStrategy`, `self.manual_backward(loss)` does both."
+            )
+
     def _run(
         self,
         tower: Tower,
@@ -291,7 +295,11 @@ class GradientCache:
             self.declared.note("argument", arguments.paths)
             self.declared.note("output", call.outputs.paths)
         if name not in self.roles:
-            self._note_roles(name, arguments, call.outputs)
+            self.roles[name] = {
+                "arguments": dict(zip(arguments.paths, map(str, arguments.roles), strict=True)),
+                "outputs": dict(zip(call.outputs.names, map(str, call.outputs.roles), strict=True)),
+            }
+            _log.debug("Roles in the call of the tower `%s`: %s", name, self.roles[name])
         trained = [*call.inputs, *call.trained.leaves.values()]
         if trained or call.trained.is_reentrant or any(call.outputs.needs_grad):
             # The call of a sharded tower may have no other input that requires grad.
@@ -301,13 +309,6 @@ class GradientCache:
             replay = functools.partial(self._replay, call)
             outputs = attach_replay(replay, [*trained, *anchor], outputs, constant)
         return call.outputs.assemble(outputs)
-
-    def _note_roles(self, name: str, arguments: Arguments, outputs: Outputs) -> None:
-        self.roles[name] = {
-            "arguments": dict(zip(arguments.paths, map(str, arguments.roles), strict=True)),
-            "outputs": dict(zip(outputs.names, map(str, outputs.roles), strict=True)),
-        }
-        _log.debug("Roles in the call of the tower `%s`: %s", name, self.roles[name])
 
     def _auto_size(self, call: TowerCall) -> int:
         # A call without grad, such as a teacher's, needs less memory.

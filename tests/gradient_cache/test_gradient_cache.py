@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
@@ -335,3 +336,22 @@ def test_towers_whose_wrapper_would_not_reduce_the_gradients_of_replays_raise() 
     ((fsdp, static),) = run_ranks(_refused_towers, 1)
     assert "contains `FullyShardedDataParallel`" in fsdp
     assert "in DDP with `static_graph=True`" in static
+
+
+def _train_without_finish(rank: int) -> tuple[bool, str]:
+    from torch.distributed.fsdp import fully_shard
+
+    tower, cache = nn.Linear(4, 4), make_cache()
+    fully_shard(tower, mesh=init_device_mesh("cpu", (1,)))
+    cache.call(tower, torch.randn(7, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"Call `cache\.finish\(\)` after") as error:
+        cache.call(tower, torch.randn(7, 4))
+    cache.finish()
+    return tower.weight.grad is not None, str(error.value)
+
+
+@pytest.mark.distributed
+def test_next_call_of_a_sharded_tower_before_finish_raises() -> None:
+    ((is_finished, message),) = run_ranks(_train_without_finish, 1)
+    assert is_finished
+    assert "its gradients are missing" in message
