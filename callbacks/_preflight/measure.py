@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from lightning_mp.callbacks._preflight.result import ModuleError, Preflight, ranked
+from lightning_mp.callbacks._preflight.result import MATTERS, ModuleError, Preflight, ranked
 from lightning_mp.callbacks._preflight.runs import Run, Runs
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.gradient_cache._served.arguments import is_array, open_tree, rows_of
@@ -60,9 +60,9 @@ def error_of(whole: Run, half: Run, noise: dict[str, float]) -> tuple[float, str
     # The gradient of a bias before BatchNorm is 0 except for rounding.
     least = _NEGLIGIBLE * median(sizes.values()) if sizes else 0.0
     ratios = {
-        name: relative(half.gradients.get(name, torch.zeros_like(g)), g) / max(noise[name], 1e-6)
+        name: relative(half.gradients.get(name, torch.zeros_like(g)), g) / noise[name]
         for name, g in whole.gradients.items()
-        if noise.get(name, 0.0) > 0 and sizes[name] > least
+        if name in noise and sizes[name] > least
     }
     return max(((ratio, name) for name, ratio in ratios.items()), default=(0.0, ""))
 
@@ -94,7 +94,9 @@ def _noise(runs: Runs, whole: Run) -> dict[str, float]:
     }
     if changes and median(changes.values()) < _ROUNDING / 10:
         noise = {name: value for name, value in noise.items() if changes.get(name, 0) < _ROUNDING}
-    return noise
+    # An error of one unit in the last place is clean, even if a gradient has no noise.
+    least = torch.finfo(runs.half).eps / MATTERS
+    return {name: max(value, least) for name, value in noise.items() if value > 0}
 
 
 def _module_error(runs: Runs, path: str, kind: str, whole: Run, half: Run) -> ModuleError:

@@ -124,6 +124,24 @@ def test_single_number_with_equal_gradients_in_both_halves_is_clean() -> None:
     assert callback.result.is_clean, callback.text
 
 
+class Centered(Gain):
+    """Batch statistics make the gradient of the bias of BatchNorm equal in all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).float().square().mean()
+
+
+def test_gradient_without_noise_and_with_an_error_of_one_ulp_is_clean() -> None:
+    callback = PrecisionPreflight(steps=1, stops=True)
+    trainer("BalancedAMP fp16", callback).fit(Centered())
+    assert callback.result is not None
+    assert callback.result.is_clean, callback.text
+
+
 class Records(pl.Callback):
     """Records batches, losses and logged metrics."""
 
