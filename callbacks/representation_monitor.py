@@ -87,8 +87,7 @@ class RepresentationMonitor(SamplingMonitor):
         self.modules = modules
         self.min_spread = min_spread
         self._rule = RepresentationRule(min_spread)
-        self._losses: dict[str, nn.Module] = {}
-        self._towers: dict[str, nn.Module] = {}
+        self._watched: dict[str, nn.Module] = {}  # losses, or the towers that `modules` names
         self._rows: dict[tuple[str, str], Tensor] = {}  # by kind and name
         self._is_sampling = False
         self._locked: set[str] = set()  # features whose tower is frozen on purpose
@@ -104,25 +103,25 @@ class RepresentationMonitor(SamplingMonitor):
             chosen -= inner
         else:
             chosen = {m for name in self.modules for m in find_modules(pl_module, name)}
-        found = {name: module for name, module in eager.items() if module in chosen}
-        self._losses, self._towers = (found, {}) if self.modules is None else ({}, found)
+        self._watched = {name: module for name, module in eager.items() if module in chosen}
         self._rows.clear()
         self._has_frozen = not all(p.requires_grad for p in pl_module.parameters())
-        trained = {n for n, m in self._towers.items() for p in m.parameters() if p.requires_grad}
-        self._locked = self._towers.keys() - trained
-        if not found:
+        towers = {} if self.modules is None else self._watched
+        trained = {n for n, m in towers.items() for p in m.parameters() if p.requires_grad}
+        self._locked = towers.keys() - trained
+        if not self._watched:
             rank_zero_warn(usage("no_features"))
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.is_due(step_of(trainer)):
             self._is_sampling = True
-            for name, loss in self._losses.items():
-                receive = partial(self._add_call, name)
-                hook = loss.register_forward_pre_hook(receive, with_kwargs=True)
-                self.recorder.hooks.enter_context(hook)
-            for name, tower in self._towers.items():
-                hook = tower.register_forward_hook(partial(self._add_output, name))
+            for name, module in self._watched.items():
+                if self.modules is None:
+                    call = partial(self._add_call, name)
+                    hook = module.register_forward_pre_hook(call, with_kwargs=True)
+                else:
+                    hook = module.register_forward_hook(partial(self._add_output, name))
                 self.recorder.hooks.enter_context(hook)
 
     def _add_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
@@ -178,7 +177,7 @@ class RepresentationMonitor(SamplingMonitor):
         padded = {key: F.pad(row, (0, _WIDTH - len(row))) for key, row in rows.items()}
         sampled = step.gather_rows(padded, missing)
         # Without gradients, `training_step` has skipped the batch.
-        if sampled is None and (self._losses or self._towers) and step.found.gradients:
+        if sampled is None and self._watched and step.found.gradients:
             self.warn_unmeasured(step.facts.step)
         return sampled
 
