@@ -150,23 +150,21 @@ class ContrastiveRecall(StoredRows):
                 "ids. An image and its texts must have equal ids: pass the image's index in the "
                 "data set for both."
             )
-        self._warn_about_unmatched(len(image_ND) - len(ranks[0]), len(text_MD) - len(ranks[1]))
+        n_images, n_texts = len(image_ND) - len(ranks[0]), len(text_MD) - len(ranks[1])
+        if (n_images or n_texts) and not self._has_warned_about_unmatched:
+            self._has_warned_about_unmatched = True
+            rank_zero_warn(
+                f"`ContrastiveRecall` found {n_images} images without a text of equal id and "
+                f"{n_texts} texts without an image of equal id. They are candidates but not "
+                "queries. If they are not distractors, pass ids that are unique in the data set, "
+                "and update with all of it."
+            )
         candidates = len(text_MD), len(image_ND)
         return {
             f"{direction}_{name}": value
             for direction, found, n_candidates in zip(_DIRECTIONS, ranks, candidates, strict=True)
             for name, value in _recalls_and_ranks(found, n_candidates, self.top_k).items()
         }
-
-    def _warn_about_unmatched(self, n_images: int, n_texts: int) -> None:
-        if not (n_images or n_texts) or self._has_warned_about_unmatched:
-            return
-        self._has_warned_about_unmatched = True
-        rank_zero_warn(
-            f"`ContrastiveRecall` found {n_images} images without a text of equal id and {n_texts} "
-            "texts without an image of equal id. They are candidates but not queries. If they are "
-            "not distractors, pass ids that are unique in the data set, and update with all of it."
-        )
 
     def _check(
         self,

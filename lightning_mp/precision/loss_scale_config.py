@@ -93,11 +93,10 @@ class LossScaleConfig:
     def resolve(self, gradients_dtype: torch.dtype = torch.float32) -> "LossScaleConfig":
         """Return a copy in which every `None` is replaced, depending on the dtype of gradients.
 
-        fp16 gradients overflow where |g| * scale exceeds 65504. A scale of 2^16 represents only
-        |g| < 1, and every halving costs a skipped step. A scale of 2^10 represents |g| < 64 and
-        |g| > 2.9e-11: 0.02% of gradients drawn from N(0, 1e-7) underflow, compared with 23.4%
-        without a scale. Doubling every 20 good steps until the first overflow reaches 2^16 after
-        120 steps and the ceiling of 2^24 after 280, at the cost of one skipped step.
+        In fp16 a scale of 2^16 represents only |g| < 1, and every halving costs a skipped step. A
+        scale of 2^10 represents 2.9e-11 < |g| < 64: 0.02% of gradients drawn from N(0, 1e-7)
+        underflow. Doubling every 20 good steps until the first overflow reaches 2^16 after 120
+        steps and the ceiling of 2^24 after 280, at the cost of one skipped step.
         """
         is_half = gradients_dtype == torch.float16
         start, warmup = self.init_scale, self.warmup_interval
