@@ -48,6 +48,33 @@ def test_growth_of_four_percent_per_step_is_found_below_ten_times_the_start() ->
     assert 0.02 * 1.04**step < 10 * 0.3
 
 
+def test_divergence_states_level_and_limit() -> None:
+    loss = np.where(STEPS < 600, np.where(STEPS < 8, 4.0, 1.0), 3.0)
+    rule = CourseRule()
+    (found,) = (
+        v for step, value in enumerate(loss.tolist()) for v in rule.judge(step, value, None)
+    )
+    # Half of the improvement from 4 to 1 is lost at 2.5.
+    assert (found.value, found.threshold, found.tags) == (3.0, 2.5, ())
+    assert found.numbers.items() >= {"best": 1.0, "best_step": 31, "window": 32}.items()
+
+
+def test_divergence_from_the_start_says_so() -> None:
+    rule = CourseRule()
+    found = [v for step in range(400) for v in rule.judge(step, 1 + 0.01 * step, None)]
+    assert [(v.kind, v.tags) for v in found if v.kind == "divergence"] == [
+        ("divergence", ("from start",))
+    ]
+    assert found[-1].kind == "divergence"  # not a stall as well
+
+
+def test_rise_at_the_start_must_exceed_the_unknown_noise_by_more() -> None:
+    noise = 0.1 * np.random.default_rng(4).standard_normal(400)
+    for rise, is_found in ((0.45, False), (0.9, True)):
+        loss = 1 + np.where(STEPS[:400] < 4, -rise, 0.0) + noise
+        assert ("divergence" in kinds(loss)) == is_found
+
+
 @pytest.mark.slow
 def test_healthy_streams_of_1500_steps_raise_no_alarm() -> None:
     """Noise of many kinds, steep starts, swings, and jumps to harder data; 20 streams of each."""
@@ -121,6 +148,13 @@ def test_rival_losses_that_trade_places_do_not_diverge() -> None:
 def test_rivals_whose_losses_all_rise_diverge() -> None:
     rise = falling() + np.where(STEPS > 600, 0.1 * (STEPS - 600), 0.0)
     assert judged_together(rise, 2 * rise - 1) == {0, 1}
+
+
+def test_rivals_may_lose_ten_times_as_much() -> None:
+    rise = falling() + np.where(STEPS > 600, 6.0, 0.0)
+    assert judged(rise)
+    assert judged_together(rise, rise) == set()
+    assert judged_together(rise, falling() + 10 * (rise - falling())) == set()
 
 
 def test_rivals_never_stall() -> None:

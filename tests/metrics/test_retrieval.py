@@ -390,6 +390,10 @@ def test_compute_before_update_raises() -> None:
     metric.update(torch.eye(3), torch.ones(0, 3), torch.arange(3), torch.arange(0))
     with pytest.raises(RuntimeError, match="with 3 images and 0 texts"):
         metric.compute()
+    metric.reset()
+    metric.update(torch.ones(0, 3), torch.eye(3), torch.arange(0), torch.arange(3))
+    with pytest.raises(RuntimeError, match="with 0 images and 3 texts"):
+        metric.compute()
 
 
 # ---- several ranks ------------------------------------------------------------------------------

@@ -199,7 +199,11 @@ def test_two_ranks_equal_one_process() -> None:
     ("call", "error", "said"),
     [
         (lambda m: m.update_prompts(torch.eye(3), torch.arange(3) - 1), ValueError, "from -1 to 1"),
+        (lambda m: m.update_prompts(torch.eye(3), torch.arange(3) + 1), ValueError, "from 1 to 3"),
         (lambda m: m.update_prompts(torch.eye(3)[0], torch.arange(3)), ValueError, "(n, D)"),
+        (lambda m: m.update_prompts(torch.eye(3), torch.arange(2)), ValueError, "`class_ids` of"),
+        (lambda m: m.update(torch.eye(3)[0], torch.arange(3)), ValueError, "`image_features` of"),
+        (lambda m: m.update(torch.eye(3), torch.arange(3), [1]), ValueError, "`keys` as list"),
         (lambda m: m.update(torch.eye(3), torch.arange(3)), RuntimeError, "class 0 without"),
         (lambda m: m.update(torch.eye(3), torch.eye(3)), ValueError, "one integer per row"),
         (lambda m: m.compute(), RuntimeError, "no images"),
