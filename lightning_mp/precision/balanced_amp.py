@@ -168,6 +168,12 @@ class BalancedAMP(ScaledPrecision):
         self._working.refresh()
 
     @override
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        super().backward(tensor, model, *args, **kwargs)
+        # In manual optimization, adversarial training (FGM, AWP) now writes to `p.data`.
+        self._working.is_stale |= self._is_inside
+
+    @override
     def after_step(self, optimizer: Optimizer) -> None:
         self._working.refresh(self.main_params(optimizer))
 

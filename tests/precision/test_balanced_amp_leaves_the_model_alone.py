@@ -115,6 +115,38 @@ def test_weight_decay_by_a_callback_takes_effect(make_plugin: Any) -> None:
     assert error < 2**-10  # the weights are not products of half precision
 
 
+class Attacked(Regression):
+    """Moves its weights against the gradient for a second backward, as FGM and AWP do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.changes: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        own = list(self.network.parameters())
+        kept, norm = [p.data.clone() for p in own], nn.utils.get_total_norm([p.grad for p in own])
+        for p in own:
+            p.data.add_(0.3 * p.grad / norm)  # not counted as a write
+        attacked = self.loss(batch)
+        self.manual_backward(attacked)
+        for p, weight in zip(own, kept, strict=True):
+            p.data = weight
+        self.changes.append((attacked - loss).item())
+        optimizer.step()
+
+
+@plugins
+def test_attack_on_weights_takes_effect_in_the_same_step(make_plugin: Any) -> None:
+    plugin = make_plugin()
+    error = errors(Attacked, plugin, lambda model: torch.tensor(model.changes or [0.0] * 8))
+    assert error < 2 * ERROR[plugin.half]
+
+
 class Lookahead(Optimizer):
     """Averages with the weights of two inner steps before (arXiv:1907.08610)."""
 

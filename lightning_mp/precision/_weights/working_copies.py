@@ -87,6 +87,7 @@ class WorkingCopies:
         self._users = ModuleUsers()
         self._refreshes = 0
         self._is_probing = True
+        self.is_stale = False  # whether a write to `p.data` may have followed the last refresh
         self._is_attached = False
         self._thread = threading.get_ident()  # the thread that trains
         self._undo = contextlib.ExitStack()  # run by `release`
@@ -193,6 +194,8 @@ class WorkingCopies:
         is_on = self._is_attached and not torch._C._are_functorch_transforms_active()
         # A function mode would see every attribute that is read here.
         with torch._C.DisableTorchFunction():
+            if self.is_stale and is_on and self._is_training_thread():
+                self.refresh(starts_step=False)
             entries = [entry for module in modules if is_on for entry in self._entries(module)]
             # Without grad no node is needed.
             stand_ins = {id(p): copy for _, _, p, copy in entries}
@@ -268,24 +271,27 @@ class WorkingCopies:
         self.refresh([parameter])
         return entry
 
-    def refresh(self, parameters: Iterable[Tensor] | None = None) -> None:
+    def refresh(
+        self, parameters: Iterable[Tensor] | None = None, *, starts_step: bool = True
+    ) -> None:
         """Update all or some copies by one multi-tensor copy."""
         pairs: Iterable[tuple[Any, Entry]] = self._ledger
-        if parameters is None:
+        self.is_stale &= parameters is not None
+        if parameters is None and starts_step:
             self._kept |= self._writing  # not earlier, for recomputed forwards
             # At steps 1, 2, 4, 8, ..., because comparing weights costs a host sync on a GPU.
             self._refreshes += 1
             self._is_probing = self._refreshes & (self._refreshes - 1) == 0
-        else:
+        if parameters is not None:
             entries = self._ledger.entries
             pairs = [(p, entries[id(p)]) for p in parameters if id(p) in entries]
         fitting = [(p, entry) for p, entry in pairs if _fits(entry, p)]
         if fitting:
             with torch.inference_mode(False), torch.no_grad():
                 # Graphs of earlier steps may hold copies of weights that have not changed since.
-                is_start = parameters is None
+                is_all = parameters is None
                 copies = [
-                    e.beside.data if is_start and e.is_current(p) else e.beside for p, e in fitting
+                    e.beside.data if is_all and e.is_current(p) else e.beside for p, e in fitting
                 ]
                 torch._foreach_copy_(copies, [p for p, _ in fitting])
         for parameter, entry in fitting:
