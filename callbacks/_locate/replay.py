@@ -4,7 +4,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -178,19 +178,17 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
     trace.note("parameters", module.named_parameters())
     trace.note("buffers", module.named_buffers())
     aside: dict[Tensor, Tensor] = {}
+    is_off = isinstance(trainer.precision_plugin, DeepSpeedPrecision)  # owns gradients
+    hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
+    is_off |= any(hooks)  # hooks that step parameters in the backward
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         trace.note("loss", [("loss", loss)])
-        is_off = isinstance(trainer.precision_plugin, DeepSpeedPrecision)  # owns gradients
-        hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
-        is_off |= any(hooks)  # hooks that step parameters in the backward
         if is_off or not loss.requires_grad or not bool(torch.isfinite(loss).all()):
             return loss.detach()
         if scale is not None:
             loss = loss.to(accumulation_dtype(loss.dtype)) * scale
-        is_ddp = isinstance(strategy.model, DistributedDataParallel)
-        with _hidden_from_ddp(trainer, aside) if is_ddp else nullcontext():
-            trainer.precision_plugin.backward(loss, module, *(args or (None,)), **kwargs)
+        trainer.precision_plugin.backward(loss, module, *(args or (None,)), **kwargs)
         return loss.detach()
 
     with ExitStack() as stack:
@@ -202,6 +200,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
             is_due = model.require_forward_param_sync
             stack.callback(setattr, model, "require_forward_param_sync", is_due)
             stack.enter_context(model.no_sync())
+            _hide_from_ddp(module, aside, stack)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(trace)
         record.rng.restore()
@@ -216,8 +215,9 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
     return trace
 
 
-@contextmanager
-def _hidden_from_ddp(trainer: pl.Trainer, aside: dict[Tensor, Tensor]) -> Iterator[None]:
+def _hide_from_ddp(
+    module: pl.LightningModule, aside: dict[Tensor, Tensor], undo: ExitStack
+) -> None:
     """Move gradients from parameters to `aside` as they arrive.
 
     With `find_unused_parameters`, DDP takes a parameter that gets a gradient as used in the next
@@ -229,11 +229,9 @@ def _hidden_from_ddp(trainer: pl.Trainer, aside: dict[Tensor, Tensor]) -> Iterat
         if gradient is not None:
             aside[parameter] = aside[parameter] + gradient if parameter in aside else gradient
 
-    with ExitStack() as stack:
-        for parameter in trainer.lightning_module.parameters():
-            if parameter.requires_grad:
-                stack.callback(parameter.register_post_accumulate_grad_hook(take).remove)
-        yield
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            undo.callback(parameter.register_post_accumulate_grad_hook(take).remove)
 
 
 def _training_step(trainer: pl.Trainer, record: Record) -> Any:

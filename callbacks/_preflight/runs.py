@@ -116,34 +116,48 @@ class Runs:
         """Run in fp32, without the plugin, on weights of the same values, or unrounded ones."""
         with fp32_weights(self.module.modules(), unrounded=unrounded):
             batch = self.batch if batch is None else batch
-            return self._run(cast_castable(batch, torch.float32), nullcontext(), 1.0, records)
+            return self._run(cast_castable(batch, torch.float32), (), nullcontext(), 1.0, records)
 
     def in_half(self, remedy: Remedy = _NOTHING, *, records: bool = False) -> Run:
         """Run as the plugin does, or a `BalancedAMP`, with the settings of a remedy."""
         scale = self.scale if remedy.loss_scale is None else remedy.loss_scale
-        with ExitStack() as stack:
+        policy, half = self._policy(remedy), remedy.half or self.half
+        contexts: list[AbstractContextManager[Any]] = []
+        if policy is not None:
+            contexts = [policy.context(self._device_type, half)]
+        with ExitStack() as undo:
             if remedy.half is None:
                 batch = self.plugin.convert_input(self.batch)
+                contexts.insert(0, self.plugin.forward_context())
             else:
-                scale = _DEFAULT_SCALE if remedy.half == torch.float16 else 1.0
-                # The half weights of the run may be their own copies, without an error.
-                stack.enter_context(fp32_weights(self.module.modules(), unrounded=True))
-                stack.enter_context(self._working_copies(remedy.half))
                 batch = cast_castable(self.batch, torch.float32)
-            context, recompute = self._forward_context(remedy), self._recompute_context(remedy)
-            return self._run(batch, context, scale, records, recompute, self._changed(remedy))
+                scale = _DEFAULT_SCALE if half == torch.float16 else 1.0
+                # The half weights of the run may be their own copies, without an error.
+                undo.enter_context(fp32_weights(self.module.modules(), unrounded=True))
+                self._use_copies(half, undo)
+            self._apply(remedy, undo)
+            return self._run(batch, contexts, self._recompute_context(policy), scale, records)
 
-    @contextmanager
-    def _working_copies(self, half: torch.dtype) -> Iterator[None]:
+    def _use_copies(self, half: torch.dtype, undo: ExitStack) -> None:
         """Let modules compute with half copies of fp32 weights, as a `BalancedAMP` does."""
         copies = WorkingCopies(half)
+        undo.callback(copies.release)
         if self.weights == "half":
             names = self.plugin.fp32_modules if isinstance(self.plugin, BalancedAMP) else ["norm"]
             copies.attach(self.module, select_modules(self.module, names, strict=False).values())
-        try:
-            yield
-        finally:
-            copies.release()
+
+    def _apply(self, remedy: Remedy, undo: ExitStack) -> None:
+        """Let the modules of a remedy compute in fp32, and clamp their outputs."""
+        modules = [self.module.get_submodule(path) for path in remedy.fp32_modules]
+        if remedy.inf_clamp:
+            clamp = InfClamp([as_written(name) for name in remedy.inf_clamp])
+            undo.callback(clamp.attach(self.module).remove)
+        # Together, because modules may share weights.
+        undo.enter_context(fp32_weights([m for each in modules for m in each.modules()]))
+        if self.is_true_half and remedy.half is None:
+            cast_at_borders(modules, torch.float32, self.half, undo)
+        else:
+            compute_in_fp32(modules, undo)
 
     def rounding_ops(self) -> dict[str, tuple[str, ...]]:
         """Return the ops that round in half precision and that `fp32_ops` can move, with callers.
@@ -154,9 +168,12 @@ class Runs:
         if self.is_true_half:
             return {}
         ops = RoundingOps(self.half, self._device_type, self.named_modules())
-        batch, context = self.plugin.convert_input(self.batch), self.plugin.forward_context()
+        batch, contexts = (
+            self.plugin.convert_input(self.batch),
+            [self.plugin.forward_context(), ops],
+        )
         with suppress(RuntimeError):
-            self._run(batch, context, self.scale, False, self._recompute_context(), ops)
+            self._run(batch, contexts, self._recompute_context(), self.scale, False)
             return ops.callers
         return {}
 
@@ -169,32 +186,6 @@ class Runs:
             return None if is_kept or remedy == _NOTHING else policy
         half_ops = [op for op in policy.half_ops if op not in remedy.fp32_ops]
         return replace(policy, fp32_ops=(*policy.fp32_ops, *remedy.fp32_ops), half_ops=half_ops)
-
-    @contextmanager
-    def _forward_context(self, remedy: Remedy) -> Iterator[None]:
-        policy, half = self._policy(remedy), remedy.half or self.half
-        with ExitStack() as stack:
-            if remedy.half is None:
-                stack.enter_context(self.plugin.forward_context())
-            if policy is not None:
-                stack.enter_context(policy.context(self._device_type, half))
-            yield
-
-    @contextmanager
-    def _changed(self, remedy: Remedy) -> Iterator[None]:
-        """Let the modules of a remedy compute in fp32, or clamp their outputs."""
-        modules = [self.module.get_submodule(path) for path in remedy.fp32_modules]
-        with ExitStack() as undo:
-            if remedy.inf_clamp:
-                clamp = InfClamp([as_written(name) for name in remedy.inf_clamp])
-                undo.callback(clamp.attach(self.module).remove)
-            # Together, because modules may share weights.
-            undo.enter_context(fp32_weights([m for each in modules for m in each.modules()]))
-            if self.is_true_half and remedy.half is None:
-                cast_at_borders(modules, torch.float32, self.half, undo)
-            else:
-                compute_in_fp32(modules, undo)
-            yield
 
     def alone(
         self, path: str, call: ModuleCall, cotangent: Tensor | None, *, half: bool
@@ -225,9 +216,9 @@ class Runs:
         tensors = [output, *found]
         return [torch.empty(0) if x is None else x.detach().float() for x in tensors]
 
-    def _recompute_context(self, remedy: Remedy = _NOTHING) -> AbstractContextManager[Any]:
+    def _recompute_context(self, policy: OpPolicy | None = None) -> AbstractContextManager[Any]:
         """Return the context of a backward, in which checkpoints recompute their forward."""
-        if (policy := self._policy(remedy)) is not None:
+        if policy is not None:
             return policy.recompute_context(self._device_type)
         if isinstance(self.plugin, ScaledPrecision):
             return self.plugin._recompute_context()
@@ -236,11 +227,10 @@ class Runs:
     def _run(
         self,
         batch: Any,
-        context: AbstractContextManager[Any],
+        contexts: Iterable[AbstractContextManager[Any]],  # of the forward
+        recompute: AbstractContextManager[Any],  # of the backward
         scale: float,
         records: bool,
-        recompute: AbstractContextManager[Any] | None = None,
-        changes: AbstractContextManager[Any] | None = None,
     ) -> Run:
         calls: dict[str, ModuleCall] = {}
         cotangents: dict[str, Tensor] = {}
@@ -254,14 +244,14 @@ class Runs:
             stack.enter_context(torch.enable_grad())
             loop: Any = self.trainer.fit_loop.epoch_loop
             kwargs = loop._build_kwargs(OrderedDict(), copy_containers(batch), self._batch_idx)
-            with context:
-                # Kept until after the backward, in which checkpoints recompute modules.
-                stack.enter_context(changes or nullcontext())
+            with ExitStack() as forward:
+                for context in contexts:
+                    forward.enter_context(context)
                 loss = loss_in(self.module.training_step(*kwargs.values()))
             if loss is None:
                 raise ValueError(usage("preflight_no_loss"))
             named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-            with recompute or nullcontext():
+            with recompute:
                 scaled = loss.float() * scale
                 found = _input_gradients(scaled, [*named.values()], torch.ones_like(scaled))
         gradients = {
