@@ -241,7 +241,7 @@ class InstabilityReport(InstabilityMonitor):
         self._finish(trainer)
 
     def _finish(self, trainer: pl.Trainer) -> None:
-        path = self._write(trainer, is_last=True)
+        path = self._write(trainer)
         if path is not None and self.log_artifact:
             data = self._data(trainer)
             for logger in trainer.loggers:
@@ -251,11 +251,11 @@ class InstabilityReport(InstabilityMonitor):
 
     def write(self, trainer: pl.Trainer) -> Path | None:
         """Write page and data now, on all ranks; return the page's path, `None` without one."""
-        return self._write(trainer, is_last=True, is_wanted=True)
+        with contextlib.suppress(RuntimeError):  # a failed device returns nothing
+            self.recorder.catch_up()  # include the steps whose copies are pending
+        return self._write(trainer, is_wanted=True)
 
-    def _write(
-        self, trainer: pl.Trainer, *, is_last: bool = False, is_wanted: bool = False
-    ) -> Path | None:
+    def _write(self, trainer: pl.Trainer, *, is_wanted: bool = False) -> Path | None:
         if not self._is_started:
             self._is_started = True
             self._steps = step = step_of(trainer)
@@ -268,9 +268,6 @@ class InstabilityReport(InstabilityMonitor):
         wanted = self.path or self._wanted or self.page_path(trainer)
         failures = self._failures.forgiven("report_not_written", path=str(wanted))
         with failures, self._pace.measured():
-            if is_last:  # include the steps whose copies are pending
-                with contextlib.suppress(RuntimeError):  # a failed device returns nothing
-                    self.recorder.catch_up()
             path = self.path = self.path or self._claim(wanted)
             self._path = str(path)
             data = self._data(trainer)

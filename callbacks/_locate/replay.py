@@ -202,7 +202,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
             stack.enter_context(model.no_sync())
             _hide_from_ddp(module, aside, stack)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(trace)
+        trace.start(stack)
         record.rng.restore()
         loss = None  # in manual optimization, or if `training_step` returns None
         with suppress(_ReachedStepError):

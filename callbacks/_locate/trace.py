@@ -104,22 +104,16 @@ class Trace:
         self._rows: list[Tensor] = []  # statistics of `_seen`, on the device
         self._clock = itertools.count(1)
         self._open: dict[nn.Module, list[TracedCall]] = defaultdict(list)
-        self._hooks = ExitStack()  # not the recorder's, because a replay is over within one call
 
-    def __enter__(self) -> "Trace":
+    def start(self, hooks: ExitStack) -> None:
+        """Register the hooks, which the stack removes."""
         for path, module in self.root.named_modules():
             packages = {cls.__module__.split(".")[0] for cls in type(module).__mro__}
             is_metric = "torchmetrics" in packages  # not part of the loss
             if not isinstance(module, torch.jit.ScriptModule) and not is_metric:
                 before = partial(self._before, as_written(path))
-                hook = module.register_forward_pre_hook(before, with_kwargs=True)
-                self._hooks.enter_context(hook)
-                self._hooks.enter_context(module.register_forward_hook(self._after))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-        self._open.clear()
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(self._after))
 
     def note(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Record tensors that belong to no call, such as `"batch"` or `"parameters"`."""
