@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from lightning_mp.callbacks._preflight.result import MATTERS, ModuleError, Preflight, ranked
+from lightning_mp.callbacks._preflight.result import ModuleError, Preflight, ranked
 from lightning_mp.callbacks._preflight.runs import Run, Runs
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.gradient_cache._served.arguments import is_array, open_tree, rows_of
@@ -23,6 +23,9 @@ __all__ = ["error_of", "module_errors", "relative"]
 
 _ROUNDING = 0.01  # largest relative change of a gradient when rows change their order
 _NEGLIGIBLE = 1e-5  # size of a gradient, relative to the median over parameters
+# Noise of a gradient that is the same in all batches, except for rounding. A bias of a BatchNorm
+# that the loss reads directly has such a gradient.
+_NO_NOISE = 1e-4
 
 
 def module_errors(runs: Runs) -> tuple[Preflight, Run, dict[str, float]]:
@@ -62,7 +65,7 @@ def error_of(whole: Run, half: Run, noise: dict[str, float]) -> tuple[float, str
     ratios = {
         name: relative(half.gradients.get(name, torch.zeros_like(g)), g) / noise[name]
         for name, g in whole.gradients.items()
-        if name in noise and sizes[name] > least
+        if noise.get(name, 0.0) > _NO_NOISE and sizes[name] > least
     }
     return max(((ratio, name) for name, ratio in ratios.items()), default=(0.0, ""))
 
@@ -94,9 +97,7 @@ def _noise(runs: Runs, whole: Run) -> dict[str, float]:
     }
     if changes and median(changes.values()) < _ROUNDING / 10:
         noise = {name: value for name, value in noise.items() if changes.get(name, 0) < _ROUNDING}
-    # An error of one unit in the last place is clean, even if a gradient has no noise.
-    least = torch.finfo(runs.half).eps / MATTERS
-    return {name: max(value, least) for name, value in noise.items() if value > 0}
+    return noise
 
 
 def _module_error(runs: Runs, path: str, kind: str, whole: Run, half: Run) -> ModuleError:

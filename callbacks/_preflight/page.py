@@ -23,9 +23,10 @@ _LEFT, _WIDTH, _HEIGHT = 330, 560, 20  # width of names and axis, height of a ro
 def verdict_in_words(found: Preflight, plugin: str) -> str:
     half = _NAMES[found.half]
     if found.is_clean:
+        where = f" (`{found.worst}`)" if found.worst else ""  # no gradient has noise
         return (
             f"{plugin} is safe for this model: errors of {half} are at most "
-            f"{_percent(found.ratio)} of the gradient noise (`{found.worst}`)."
+            f"{_percent(found.ratio)} of the gradient noise{where}."
         )
     if found.stagnates and found.mended is None:
         return (

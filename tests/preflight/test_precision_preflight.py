@@ -135,7 +135,7 @@ class Centered(Gain):
         return self.net(batch[0]).float().square().mean()
 
 
-def test_gradient_without_noise_and_with_an_error_of_one_ulp_is_clean() -> None:
+def test_gradient_that_is_equal_in_all_batches_has_no_noise() -> None:
     callback = PrecisionPreflight(steps=1, stops=True)
     trainer("BalancedAMP fp16", callback).fit(Centered())
     assert callback.result is not None
