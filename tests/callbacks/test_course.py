@@ -120,6 +120,20 @@ def test_growing_gradient_norm_is_a_trend_unless_the_loss_is_at_its_best() -> No
     flat, rising = falling(1.0), falling(1.0) + np.where(STEPS > 600, 0.3, 0.0)
     assert kinds(flat, norm) == set()
     assert kinds(rising, norm) == {"gradient_trend"}
+    assert kinds(rising, np.minimum(norm, 4.5)) == set()  # below ten times the start
+    assert kinds(rising, np.where(STEPS < 700, 0.5, 20.0)) == set()  # does not rise any more
+
+
+def test_trend_states_its_growth() -> None:
+    norm = np.maximum(0.5, 0.5 + 0.02 * (STEPS - 700))
+    pairs = zip((1 + 0.01 * STEPS).tolist(), norm.tolist(), strict=True)
+    rule = CourseRule()
+    found = [v for step, pair in enumerate(pairs) for v in rule.judge(step, *pair)]
+    (trend,) = (v for v in found if v.kind == "gradient_trend")
+    assert trend.value is not None
+    assert trend.value > trend.threshold == 5.0
+    numbers = {"lowest": 0.5, "lowest_step": 31, "times": 2 * trend.value, "span": 128}
+    assert trend.numbers.items() >= numbers.items()
 
 
 def judged_together(*losses: Series) -> set[int]:
