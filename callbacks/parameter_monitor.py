@@ -123,7 +123,6 @@ class ParameterMonitor(SamplingMonitor):
         weights = norms_of(shards).to(device, non_blocking=True)
         columns = [numels, weights**2, self._changes(step, shards), gradients**2, has_now, had]
         rate_of = {id(p): g.get("lr") for g in step.optimizer.param_groups for p in g["params"]}
-        rates = [rate_of[id(p)] for p in parameters]
         return step.gather(
             torch.stack(columns, dim=1),
             shards_only=True,
@@ -131,7 +130,7 @@ class ParameterMonitor(SamplingMonitor):
             is_matrix=[p.ndim >= 2 for p in parameters],
             # `AdamStateMonitor` watches the stagnation of half-precision weights.
             is_wide=[p.dtype.itemsize > 2 for p in parameters],
-            rates=[rate if isinstance(rate, int | float) else None for rate in rates],
+            rates=[rate_of[id(p)] for p in parameters],
             spare=_spare(step),
             # Number of values of each frozen parameter.
             frozen={step.names.get(id(p), ""): p.numel() for p in held if not p.requires_grad},

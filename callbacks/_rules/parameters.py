@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
 from lightning_mp.callbacks._rules.records import Learning, Verdict, first_of_each_kind
 
 __all__ = ["ParameterNumbers", "ParameterRule"]
@@ -24,7 +26,7 @@ class ParameterNumbers(NamedTuple):
     had_gradient: bool  # in any step of this run
     is_changed: bool | None  # since the last sample; `None` if unknown
     is_matrix: bool
-    rate: float | None  # learning rate of its group; `None` if the learning rate is a tensor
+    rate: float | Tensor | None  # learning rate of its group, which need not have one
 
     @property
     def rms(self) -> float:
@@ -75,16 +77,17 @@ class ParameterRule(Learning):
             share = sum(p.numel for p in found) / total
             if share > self.max_untrained:
                 first, count, of = found[0], len(found), len(parameters)
-                tags = ("no rate",) if first.rate == 0 else ()
+                # Read only here, because reading a tensor waits for the device.
+                rate = None if first.rate is None else float(first.rate)
+                tags = ("no rate",) if rate == 0 else ()
                 verdict = Verdict(kind, share, self.max_untrained, tensor=first.name, tags=tags)
-                rate = first.rate or 0.0
-                yield verdict.given(count=count, of=of, steps=self.patience, rate=rate)
+                yield verdict.given(count=count, of=of, steps=self.patience, rate=rate or 0.0)
 
     def _vanishing(self, parameters: Sequence[ParameterNumbers]) -> Iterable[Verdict]:
         relative = {
             p.name: p.gradient_norm / p.weight_norm
             for p in parameters
-            if p.is_matrix and p.weight_norm > 0 and 0 < p.gradient_norm < float("inf")
+            if p.is_matrix and 0 < p.weight_norm < math.inf and 0 < p.gradient_norm < math.inf
         }
         largest = max(relative, key=relative.__getitem__, default="")
         for name, size in relative.items():
@@ -96,7 +99,7 @@ class ParameterRule(Learning):
 
     def _size(self, each: ParameterNumbers) -> Iterable[Verdict]:
         name, rms = each.name, each.rms
-        if not each.is_matrix or not 0 < rms < float("inf"):
+        if not each.is_matrix or not 0 < rms < math.inf:
             return
         first = self._first.setdefault(name, rms)
         highest = self._highest[name] = max(self._highest.get(name, 0.0), rms)

@@ -1,5 +1,6 @@
 """`ParameterMonitor` names parameters that do not train, and no others."""
 
+import math
 import warnings
 from typing import Any
 
@@ -243,10 +244,69 @@ def test_lora_that_starts_at_zero_raises_no_alarm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "kind"), [(0.05, "weight_collapse"), (500.0, "weight_growth"), (20.0, None)]
+    ("norm", "kind", "limit"),
+    [(0.05, "weight_collapse", 0.01), (500.0, "weight_growth", 30.0), (20.0, None, None)],
 )
-def test_size_of_weights_is_compared_with_their_earlier_size(norm: float, kind: str | None) -> None:
+def test_size_of_weights_is_compared_with_their_earlier_size(
+    norm: float, kind: str | None, limit: float | None
+) -> None:
     judge = rule()
-    judge.judge(0, [sample(weight_norm=10.0)])
-    assert judge.judge(1, [sample(weight_norm=norm)]) == []
-    assert [v.kind for v in judge.judge(2, [sample(weight_norm=norm)])] == ([kind] if kind else [])
+    for size in (10.0, math.inf, math.nan):
+        judge.judge(0, [sample(weight_norm=size)])
+    vector = sample("bias", is_matrix=False, weight_norm=norm)
+    assert judge.judge(1, [sample(weight_norm=norm), vector]) == []
+    found = judge.judge(2, [sample(weight_norm=norm), vector])
+    assert [(v.kind, v.threshold) for v in found] == ([(kind, limit)] if kind else [])
+
+
+def test_gradients_are_relative_to_weights() -> None:
+    judge, said = rule(), []
+    for step in range(4):
+        small = sample("small", weight_norm=1e-6, gradient_norm=1e-12)
+        vector = sample("bias", gradient_norm=1e-12, is_matrix=False)
+        said += judge.judge(step, [small, vector, sample("last")])
+    assert said == []
+    for step in range(4, 9):
+        said += judge.judge(step, [sample("faint", gradient_norm=1e-12), sample("last")])
+    assert {v.tensor for v in said} == {"faint"}
+    assert said[0].value == pytest.approx(1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rate", "tags", "stated"),
+    [
+        (0.0, ("no rate",), 0.0),
+        (1e-9, (), 1e-9),
+        (torch.tensor(1e-9), (), pytest.approx(1e-9)),
+        (torch.tensor(0.0), ("no rate",), 0.0),
+        (None, (), 0.0),  # an optimizer without learning rate
+    ],
+)
+def test_weights_that_do_not_change_state_their_learning_rate(
+    rate: Any, tags: tuple[str, ...], stated: float
+) -> None:
+    judge = rule()
+    for step in (10, 59):
+        assert judge.judge(step, [sample(is_changed=False, rate=rate)]) == []
+    (found,) = judge.judge(60, [sample(is_changed=False, rate=rate)])
+    assert (found.kind, found.value, found.tags) == ("unchanged_weights", 1.0, tags)
+    assert found.numbers["rate"] == stated
+    assert judge.judge(70, [sample(rate=rate)]) == []
+    assert judge.judge(120, [sample(is_changed=None, rate=rate)]) == []  # unknown
+    assert judge.judge(169, [sample(is_changed=False, rate=rate)]) == []
+
+
+@pytest.mark.parametrize(
+    ("had", "has", "is_dead"),
+    [(True, True, True), (True, False, False), (False, False, True)],
+    ids=["a gradient of zero", "a gradient in other steps", "no gradient"],
+)
+def test_gradient_counts_if_any_step_has_one_that_is_not_zero(
+    had: bool, has: bool, is_dead: bool
+) -> None:
+    judge = rule()
+    none = sample(gradient_norm=0.0, had_gradient=had, has_gradient=has)
+    found = [v.kind for step in (0, 50) for v in judge.judge(step, [none])]
+    assert found == ["no_gradient"] * is_dead
+    judge = rule()
+    assert [judge.judge(step, [each]) for step, each in ((0, sample()), (50, none))] == [[], []]
