@@ -29,7 +29,7 @@ from lightning_mp.gradient_cache._served.autograd import attach_replay
 from lightning_mp.gradient_cache._served.call import Replayed, TowerCall
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.sharding import is_alone, reduce_remaining, set_reduction
-from lightning_mp.gradient_cache._served.towers import Tower, find_tower
+from lightning_mp.gradient_cache._served.towers import Tower, find_tower, modules_of
 from lightning_mp.numerics.async_readback import AsyncReadback
 
 __all__ = ["CHECKS", "GradientCache"]
@@ -114,6 +114,7 @@ class GradientCache:
         self._in_a_tower = False
         self._warned_towers: set[str] = set()
         self._namesakes: defaultdict[str, list[int]] = defaultdict(list)
+        self._groups: dict[tuple[int, ...], nn.ModuleList] = {}
         self._earlier: defaultdict[tuple[str, int], EarlierCalls] = defaultdict(EarlierCalls)
         self._pending: list[tuple[TowerCall, Sequence[Tensor | None]]] = []
         self.unreduced: dict[Any, None] = {}
@@ -164,8 +165,8 @@ class GradientCache:
         """Return `function(*args, **kwargs)`, computed in micro-batches.
 
         Args:
-            function: A module or a method of a module. The first dimension of the tensors that it
-                returns is the batch.
+            function: A module, a method, or a function that has its modules in its closure or its
+                arguments. The first dimension of the tensors that it returns is the batch.
             args: Positional arguments of the function.
             kwargs: Keyword arguments of the function.
 
@@ -176,8 +177,10 @@ class GradientCache:
         called = function
         while isinstance(called, functools.partial):
             called = called.func
-        module = called if isinstance(called, nn.Module) else getattr(called, "__self__", None)
-        module = module if isinstance(module, nn.Module) else None
+        modules = modules_of(function, (*args, *kwargs.values()))
+        module = modules[0] if len(modules) == 1 else None
+        if len(modules) > 1:  # in one container, equal in later calls
+            module = self._groups.setdefault(tuple(map(id, modules)), nn.ModuleList(modules))
         # `nn.Module.__call__` takes any arguments; `forward` names them.
         signature_of = function.forward if isinstance(function, nn.Module) else function
         name = getattr(called, "__name__", type(called).__name__)

@@ -319,6 +319,40 @@ def test_replay_on_a_gpu_draws_the_same_dropout_masks() -> None:
     assert all(torch.equal(*masks) for masks in zip(seen[:3], seen[3:], strict=True))
 
 
+class Wrapper:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def encode(self, batch: Tensor) -> Tensor:
+        return self.model(batch)
+
+
+def test_function_has_the_modules_of_its_closure_object_and_arguments() -> None:
+    def norm_after_call(way: Callable[[GradientCache, nn.Module, Tensor], Tensor]) -> Tensor:
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+        way(make_cache(), model, torch.arange(32.0).view(8, 4)).sum().backward()
+        assert model[0].num_batches_tracked == 1
+        return model[0].running_mean
+
+    def through_two(cache: GradientCache, model: nn.Module, batch: Tensor) -> Tensor:
+        return cache.call(lambda x: model[1](model[0](x)), batch)
+
+    expected = norm_after_call(lambda cache, model, batch: cache.call(model, batch))
+    ways: list[Callable[[GradientCache, nn.Module, Tensor], Tensor]] = [
+        through_two,
+        lambda cache, model, batch: cache.call(lambda x: nn.Identity()(model(x)), batch),
+        lambda cache, model, batch: cache.call(Wrapper(model).encode, batch),
+        lambda cache, model, batch: cache.call(functools.partial(_apply, model), batch),
+        lambda cache, model, batch: cache.call(_apply, model, batch),
+    ]
+    for way in ways:
+        assert torch.equal(norm_after_call(way), expected)
+
+
+def _apply(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch)
+
+
 def _refused_towers(rank: int) -> list[str]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 

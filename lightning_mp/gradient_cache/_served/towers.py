@@ -1,21 +1,26 @@
 """Finds towers by name and intercepts their calls."""
 
 import difflib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Tower", "find_tower", "sharded_modules"]
+__all__ = ["Tower", "find_tower", "modules_of", "sharded_modules"]
 
 Handler = Callable[["Tower", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """`handler(tower, original, args, kwargs)` handles a call instead of the tower."""
+
+
+_NO_OBJECTS = (nn.Module, ModuleType, type)
 
 
 @dataclass(eq=False)
@@ -137,6 +142,26 @@ def _tower_names(model: nn.Module) -> Iterable[str]:
             for name, value in vars(cls).items():
                 if callable(value) and not name.startswith("_") and name != "forward":
                     yield f"{prefix}{name}"
+
+
+def modules_of(function: Callable[..., Any], arguments: Iterable[Any]) -> list[nn.Module]:
+    """Return the module of a method, or else those that the arguments and the closure hold."""
+    held = [*arguments]
+    while isinstance(function, functools.partial):
+        held += [*function.args, *function.keywords.values()]
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    for whole in (function, owner):
+        if isinstance(whole, nn.Module):
+            return [whole]
+    with suppress(TypeError, ValueError):  # C functions have no closure
+        closure = inspect.getclosurevars(function)
+        held += [*closure.nonlocals.values(), *closure.globals.values()]
+    # An object, such as one around a model of Hugging Face, may hold a module.
+    held += [owner, function]
+    objects = [x for x in held if hasattr(x, "__dict__") and not isinstance(x, _NO_OBJECTS)]
+    held += [value for each in objects for value in vars(each).values()]
+    return list({id(x): x for x in held if isinstance(x, nn.Module)}.values())
 
 
 def sharded_modules(module: nn.Module | None) -> list[Any]:
