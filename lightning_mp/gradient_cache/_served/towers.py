@@ -155,7 +155,7 @@ def modules_of(function: Callable[..., Any], arguments: Iterable[Any]) -> list[n
         if isinstance(whole, nn.Module):
             return [whole]
     with suppress(TypeError, ValueError):  # C functions have no closure
-        closure = inspect.getclosurevars(function)
+        closure = inspect.getclosurevars(inspect.unwrap(function))
         held += [*closure.nonlocals.values(), *closure.globals.values()]
     # An object, such as one around a model of Hugging Face, may hold a module.
     held += [owner, function]
