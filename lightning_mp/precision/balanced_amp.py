@@ -163,19 +163,16 @@ class BalancedAMP(ScaledPrecision):
         super()._prepare()
         for optimizer in self._ledger.optimizers:  # a callback may have unfrozen half weights
             widen(self.main_params(optimizer), "unfrozen")
-        # After widening, because only fp32 weights have copies. All copies are refreshed, because
-        # version counters miss writes to `p.data`.
-        self._working.refresh()
+        self._working.start_step()
 
     @override
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         super().backward(tensor, model, *args, **kwargs)
-        # In manual optimization, adversarial training (FGM, AWP) now writes to `p.data`.
-        self._working.is_stale |= self._is_inside
+        self._working.is_stale = True  # adversarial training (FGM, AWP) now writes to `p.data`
 
     @override
     def after_step(self, optimizer: Optimizer) -> None:
-        self._working.refresh(self.main_params(optimizer))
+        self._working.expire(self.main_params(optimizer))
 
     @override
     @contextlib.contextmanager
@@ -184,11 +181,7 @@ class BalancedAMP(ScaledPrecision):
         # round products in optimizers, as of Adafactor's factors, to half.
         with super()._step_of(optimizer), torch.autocast(self._device_type, enabled=False):
             yield
-        stepped = self.main_params(optimizer)
-        if self._is_inside:  # a forward may follow in this step, as in manual optimization
-            self._working.refresh(stepped)
-        else:
-            self._working.expire(stepped)
+        self._working.expire(self.main_params(optimizer))
 
     @override
     @contextlib.contextmanager

@@ -121,7 +121,7 @@ def test_optimizer_step_beside_a_computing_thread_is_kept(other: Any, attached: 
     layer = Meeting(6, 4)
     copies, optimizer = attached(layer), SGD(layer.parameters(), lr=0.1)
     gradients(layer, X)
-    copies.refresh()  # the first refresh compares weights with copies
+    copies.start_step()  # the first step compares weights with copies
     expected = [p.detach() - 0.1 * p.grad for p in layer.parameters()]
     with computing(layer, lambda: other(layer)):
         optimizer.step()

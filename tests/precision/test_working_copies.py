@@ -279,7 +279,7 @@ def test_write_in_the_forward_reaches_the_parameter(way: str, attached: Any) -> 
         assert torch.equal(layer.weight[small], start[small])  # more bits than half
     layer.weight.data.fill_(0.3)
     for _ in range(3):
-        working.refresh()
+        working.start_step()
         run(layer, X)
         assert layer.weight.detach().abs().max() < 0.1001
 
@@ -302,7 +302,7 @@ def test_only_the_first_write_of_a_forward_is_rounded(attached: Any) -> None:
     for _ in range(3):
         layer.weight.data.mul_(1 + 2**-14 * torch.rand_like(layer.weight))
         normalized = nn.functional.normalize(layer.weight.detach(), dim=-1)
-        working.refresh()
+        working.start_step()
         run(layer, X)
         torch.testing.assert_close(layer.weight.detach(), normalized, rtol=2**-22, atol=0)
 

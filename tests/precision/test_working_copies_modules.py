@@ -144,7 +144,7 @@ def test_compiled_module_is_one_graph_and_learns(way: str, attached: Any) -> Non
         loss = run(call, X).float().square().mean()
         loss.backward()
         optimizer.step()
-        working.refresh()
+        working.start_step()
         losses.append(loss.item())
     counters = torch._dynamo.utils.counters
     assert losses[-1] < 0.9 * losses[0]

@@ -68,10 +68,10 @@ class _Swapped(NamedTuple):
 class WorkingCopies:
     """Keeps a half copy of each weight, with which modules compute under autocast.
 
-    The first forward of a module makes its copies. `refresh` updates them at the start of a step
-    and after an optimizer step inside a forward, because version counters miss writes to `p.data`
-    and by fused optimizers. Without autocast, modules compute with their fp32 weights, as do
-    recurrent layers and 0-d parameters. Only one thread at a time can compute with a module.
+    The first forward of a module makes its copies. The first forward in a step, and after a
+    backward or an optimizer step, updates all of them, because version counters miss writes to
+    `p.data` and by fused optimizers. Without autocast, modules compute with their fp32 weights, as
+    do recurrent layers and 0-d parameters. Only one thread at a time can compute with a module.
 
     If a forward writes to its weight (clamping, normalizing, codebooks), the write is rounded to
     half and applied to the parameter; from the next step on, the module computes with fp32 weights.
@@ -85,9 +85,9 @@ class WorkingCopies:
         self.writing: list[str] = []  # names of modules whose forward writes, for checkpoints
         self._writing: set[nn.Module] = set()  # those that join `_kept` at the next refresh
         self._users = ModuleUsers()
-        self._refreshes = 0
+        self._steps = 0
         self._is_probing = True
-        self.is_stale = False  # whether a write to `p.data` may have followed the last refresh
+        self.is_stale = False  # whether writes to `p.data` may have followed the last refresh
         self._is_attached = False
         self._thread = threading.get_ident()  # the thread that trains
         self._undo = contextlib.ExitStack()  # run by `release`
@@ -194,8 +194,10 @@ class WorkingCopies:
         is_on = self._is_attached and not torch._C._are_functorch_transforms_active()
         # A function mode would see every attribute that is read here.
         with torch._C.DisableTorchFunction():
-            if self.is_stale and is_on and self._is_training_thread():
-                self.refresh(starts_step=False)
+            if self.is_stale and is_on and modules:
+                is_on = self._is_training_thread()  # in another thread, autocast casts the weights
+                if is_on:
+                    self.refresh()
             entries = [entry for module in modules if is_on for entry in self._entries(module)]
             # Without grad no node is needed.
             stand_ins = {id(p): copy for _, _, p, copy in entries}
@@ -271,37 +273,40 @@ class WorkingCopies:
         self.refresh([parameter])
         return entry
 
-    def refresh(
-        self, parameters: Iterable[Tensor] | None = None, *, starts_step: bool = True
-    ) -> None:
+    def start_step(self) -> None:
+        """Expect writes to all weights until the next forward."""
+        self.is_stale = True
+        self._kept |= self._writing  # not earlier, for recomputed forwards
+        # At steps 1, 2, 4, 8, ..., because comparing weights costs a host sync on a GPU.
+        self._steps += 1
+        self._is_probing = self._steps & (self._steps - 1) == 0
+
+    def expire(self, parameters: Iterable[Tensor]) -> None:
+        """Note that an optimizer has stepped parameters; fused optimizers do not count writes."""
+        self.is_stale = True
+        for p in parameters:
+            if (entry := self._ledger.entries.get(id(p))) is not None:
+                entry.stamp = None
+
+    def refresh(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Update all or some copies by one multi-tensor copy."""
+        is_all = parameters is None
         pairs: Iterable[tuple[Any, Entry]] = self._ledger
-        self.is_stale &= parameters is not None
-        if parameters is None and starts_step:
-            self._kept |= self._writing  # not earlier, for recomputed forwards
-            # At steps 1, 2, 4, 8, ..., because comparing weights costs a host sync on a GPU.
-            self._refreshes += 1
-            self._is_probing = self._refreshes & (self._refreshes - 1) == 0
-        if parameters is not None:
+        if parameters is None:
+            self.is_stale = False
+        else:
             entries = self._ledger.entries
             pairs = [(p, entries[id(p)]) for p in parameters if id(p) in entries]
         fitting = [(p, entry) for p, entry in pairs if _fits(entry, p)]
         if fitting:
             with torch.inference_mode(False), torch.no_grad():
                 # Graphs of earlier steps may hold copies of weights that have not changed since.
-                is_all = parameters is None
                 copies = [
                     e.beside.data if is_all and e.is_current(p) else e.beside for p, e in fitting
                 ]
                 torch._foreach_copy_(copies, [p for p, _ in fitting])
         for parameter, entry in fitting:
             entry.note(parameter)
-
-    def expire(self, parameters: Iterable[Tensor]) -> None:
-        """Update the copies of some parameters when they are used, or at the start of a step."""
-        for p in parameters:
-            if (entry := self._ledger.entries.get(id(p))) is not None:
-                entry.stamp = None  # fused optimizers do not count their writes
 
     def _write_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         """Replace half copies by parameters in a `state_dict` that is read during a forward."""
