@@ -141,7 +141,8 @@ def _at_lower_scales(
     for other, (found, _) in enumerate(findings_at(1.0)):
         if found is not None:
             return other, found
-    low, high = 0, math.ceil(math.log2(scale))  # powers of two: one that fits, one that does not
+    # Powers of two: one that fits, one that does not. The scale of torch can reach 0 and inf.
+    low, high = 0, math.ceil(math.log2(scale)) if 1 < scale < math.inf else 0
     while high - low > 1:
         middle = (low + high) // 2
         is_fitting = all(found is None for found, _ in findings_at(2.0**middle))
