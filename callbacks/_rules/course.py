@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 from lightning_mp.callbacks._rules.records import Learning, Verdict
 
-__all__ = ["CourseRule", "noise_of"]
+__all__ = ["SIGMA_PER_MAD", "CourseRule", "noise_of"]
 
 _EVERY = 8  # steps between two judgements
 _WINDOW = 32  # steps of the median; its error is 0.22 times the noise of a step
 _FIRST = 4  # steps of the median at the start; later steps have changed the weights
 _LASTING = 4  # consecutive judgements, which span the steps of one median
-_SIGMA_PER_MAD = 1.4826
+# The standard deviation of a normal distribution is 1.4826 times its median absolute deviation.
+SIGMA_PER_MAD = 1.4826
 # A median that is higher by 6 deviations of a step is higher by 20 of its own errors. This is not
 # noise, even if steps are as dependent as if only one in 16 were new.
 _NOISES = 6.0
@@ -36,7 +37,7 @@ def noise_of(values: Sequence[float]) -> float:
     # values have sqrt(2) times their deviation.
     steps = [after - before for before, after in itertools.pairwise(values)]
     center = statistics.median(steps)
-    return _SIGMA_PER_MAD * statistics.median(abs(s - center) for s in steps) / 2**0.5
+    return SIGMA_PER_MAD * statistics.median(abs(s - center) for s in steps) / 2**0.5
 
 
 @dataclass(eq=False)

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_mp.callbacks._rules.course import SIGMA_PER_MAD
 from lightning_mp.callbacks._rules.records import Severity, StepFacts, Verdict
 
 __all__ = ["RobustWindow", "SignalVerdict", "describe", "is_slight"]
 
-# The standard deviation of a normal distribution is 1.4826 times its median absolute deviation.
-_SIGMA_PER_MAD = 1.4826
 _REACH = 2.0  # least height of a spike in units of (highest healthy value - median)
 _MAX_Z = 1e4  # keeps plots of z readable
 _SLIGHT = 0.1  # share of the improvement since the highest level
@@ -102,7 +101,7 @@ class RobustWindow:
         mad_k = _taken(_sorted(xp.abs(to_log_kn - center_k[:, None])), last_k1 // 2)
         floor_k = xp.where(is_positive_k, self._floors_k, self._floors_k * xp.abs(center_k))
         reach_k = _REACH * (highest_k - center_k) / self.z_threshold
-        sigma_k = xp.maximum(_SIGMA_PER_MAD * mad_k, xp.maximum(floor_k, reach_k)) * spread
+        sigma_k = xp.maximum(SIGMA_PER_MAD * mad_k, xp.maximum(floor_k, reach_k)) * spread
         # The log of a nonpositive value is -inf or NaN; such a value is not a spike.
         x_k = xp.where(is_positive_k, xp.log(values_k), values_k)
         # A loss that is mostly zero, such as a hinge loss, has no usable deviation.
