@@ -232,15 +232,18 @@ REMEDIES = {
     "activation_headroom": "{keep_tensor}",
     "activation_headroom, wide": "Put a norm before the module, or lower the learning rate to "
     "{lower_rate:.3g}.",
+    "activation_headroom, wide, ending": "Put a norm before the module.",
     "norm_input_headroom": "Keep the residual stream in fp32 if the plugin can, or train with "
     "`{plugin}(half='bf16')`.",
     "norm_input_headroom, wide": "Put a norm after each branch of the residual stream, or lower "
     "the learning rate to {lower_rate:.3g}.",
+    "norm_input_headroom, wide, ending": "Put a norm after each branch of the residual stream.",
     "attention_logit": "Normalize queries and keys, or lower the learning rate to "
     "{lower_rate:.3g}.",
     "attention_logit, ending": "Normalize queries and keys.",
     "attention_entropy": "Normalize queries and keys, or lower the learning rate to "
     "{lower_rate:.3g}.",
+    "attention_entropy, ending": "Normalize queries and keys.",
     "output_logit": "Lower the learning rate to {lower_rate:.3g}, or set a `weight_decay` for the "
     "last layer.",
     "output_logit, ending": "Set a `weight_decay` for the last layer.",
@@ -263,6 +266,7 @@ REMEDIES = {
     "output_gradient_headroom": "{set_limits}",
     "output_gradient_headroom, wide": "Set `{clipper}gradient_clip_val=1.0{by_norm})`, or lower "
     "the learning rate to {lower_rate:.3g}.",
+    "output_gradient_headroom, wide, ending": "Set `{clipper}gradient_clip_val=1.0{by_norm})`.",
     "output_gradient_underflow": "{keep_tensor}",
     "update_rms": "Use `SafeAdamW(clip_update_rms=1.0)`, or Adam with `betas=(0.9, 0.95)`.",
     "below_epsilon": "Lower epsilon to {lower_eps:g} with states in fp32, or use "
@@ -303,8 +307,12 @@ REMEDIES = {
     "resume from an earlier checkpoint.",
     "feature_collapse, from start": "Check that inputs differ and that features are projected "
     "without an activation after the projection. Then raise the learning rate of the tower.",
+    "feature_collapse, ending": "Check that the loss has negatives, or a term for the variance, "
+    "and that inputs differ. Then resume from an earlier checkpoint.",
     "feature_rank": "Enlarge the batch, or lower the learning rate to {lower_rate:.3g}. A loss "
     "with more negatives, or a term for the covariance, spreads features over more directions.",
+    "feature_rank, ending": "Enlarge the batch. A loss with more negatives, or a term for the "
+    "covariance, spreads features over more directions.",
     "tower_unchanged": "Check that an optimizer holds the parameters of this tower with a "
     "learning rate above 0, and that there is no `.detach()` or `torch.no_grad()` between its "
     "features and the loss. Freeze a tower that is locked on purpose: "
@@ -329,13 +337,17 @@ REMEDIES = {
     "learning rates of the schedule from there on.",
     "divergence, from start": "Restart with a learning rate of {start_rate:.3g} or less, or with "
     "a longer warm-up.",
+    "divergence, from start, ending": "Restart with a lower learning rate, or with a longer "
+    "warm-up.",
     "stalled_loss": "Restart with a learning rate of {start_rate:.3g} or less, or with a longer "
     "warm-up.",
     "stalled_loss, long": "If the loss should have fallen by now, compare runs at a tenth of and "
     "at ten times the learning rate, and check that targets belong to their inputs.",
+    "stalled_loss, ending": "Restart with a lower learning rate, or with a longer warm-up.",
     "gradient_trend": "Set `{clipper}gradient_clip_val={lowest:.2g}{by_norm})`, or lower the "
     "learning rate to {lower_rate:.3g}.",
     "gradient_trend, clipped": "Lower the learning rate to {lower_rate:.3g}.",
+    "gradient_trend, clipped, ending": "Set a lower `gradient_clip_val`.",
     "gradient_trend, ending": "Set `{clipper}gradient_clip_val={lowest:.2g}{by_norm})`.",
     "loss_spike": "Halve the learning rate.",
     "gradient_spike": "Halve the learning rate.",

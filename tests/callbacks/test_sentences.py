@@ -8,8 +8,9 @@ import pytest
 
 import lightning_mp.callbacks
 from lightning_mp.callbacks._rules.records import Verdict
+from lightning_mp.callbacks._words.sentences import REMEDIES
 from lightning_mp.callbacks._words.wording import _Number, words_for
-from tests.callbacks.sentences import FILES, FOLDER
+from tests.callbacks.sentences import FILES, FOLDER, SAMPLES
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -60,6 +61,15 @@ def test_remedies_in_a_run_with_a_locator_do_not_add_one() -> None:
     )
     found = Verdict("activation_non_finite", 3.0, tensor="head", numbers={"dtype": "bfloat16"})
     assert words_for(found, ("locator", "wide"))[1].startswith("Look for a division by 0")
+
+
+def test_remedies_name_no_learning_rate_that_is_unknown_or_at_its_end() -> None:
+    """The number would be 0, for example with the `Adafactor` of Hugging Face."""
+    numbers = {**SAMPLES, "lower_rate": 7.77e-4, "start_rate": 7.77e-4}
+    for key in REMEDIES:
+        kind, *tags = key.split(", ")
+        verdict = Verdict(kind, 0.1, 0.2, tensor="a.b", numbers=numbers)
+        assert "0.000777" not in words_for(verdict, {*tags, "ending"})[1], key
 
 
 def test_ordinals_are_english() -> None:
