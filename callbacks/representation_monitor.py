@@ -236,7 +236,7 @@ def _sketch(unit: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)  # the same projections in every sample
     # Half-precision plugins change the default dtype during a step.
     shape = unit.shape[-1], _PROJECTIONS
-    projections_DP = torch.randn(shape, generator=generator, dtype=unit.dtype)
+    projections_DP = torch.randn(shape, generator=generator, dtype=unit.dtype, device="cpu")
     projected = unit @ send(projections_DP, unit.device)
     values = torch.cat([projected, projected.square()], dim=-1)
     # Tokens of one sample depend on each other, so samples are counted.

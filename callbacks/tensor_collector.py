@@ -238,8 +238,8 @@ class TensorCollector(SamplingMonitor):
         ranks_WNK = torch.from_numpy(sample.array)
         merged_NK = merge_moments(ranks_WNK)
         if not is_sharded(trainer):  # all ranks hold the same weights, gradients and states
-            same = torch.tensor([not key.startswith("outputs/") for key in keys])
-            merged_NK = torch.where(same[:, None], ranks_WNK[0], merged_NK)
+            same = [row for row, key in enumerate(keys) if not key.startswith("outputs/")]
+            merged_NK[same] = ranks_WNK[0, same]
         arrays = reduced(merged_NK, self.reductions)
         # `fast_dev_run` writes no files, as in Lightning's loggers and checkpoints.
         if not trainer.fast_dev_run:

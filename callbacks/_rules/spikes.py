@@ -71,9 +71,10 @@ class RobustWindow:
             isinstance(values_k, Tensor) and self._values_kn.device != values_k.device
         ):
             for name in ("_floors_k", "_values_kn", "_streak_k", "highest_k"):
-                held = torch.as_tensor(getattr(self, name))
                 is_tensor = isinstance(values_k, Tensor)
-                setattr(self, name, held.to(values_k.device) if is_tensor else held.cpu().numpy())
+                where = values_k.device if is_tensor else "cpu"
+                held = torch.as_tensor(getattr(self, name), device=where)
+                setattr(self, name, held if is_tensor else held.numpy())
         xp: Any = torch if isinstance(values_k, Tensor) else np
         with np.errstate(all="ignore"):
             verdict, judged_k = self._judge_values(xp, values_k, spread)
@@ -127,7 +128,7 @@ class RobustWindow:
 
     def state_dict(self) -> dict[str, Any]:
         known = {"values": self._values_kn, "streak": self._streak_k, "highest": self.highest_k}
-        return {name: torch.as_tensor(values).cpu() for name, values in known.items()}
+        return {name: torch.as_tensor(values, device="cpu") for name, values in known.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the window of a checkpoint; a window of another size is ignored."""

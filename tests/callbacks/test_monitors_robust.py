@@ -26,6 +26,7 @@ from lightning_mp.callbacks import (
     TensorCollector,
 )
 from lightning_mp.callbacks._rules.records import Sample, Verdict
+from lightning_mp.optim import SafeAdamW
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.callbacks.models import Watched
@@ -376,3 +377,24 @@ def test_layer_that_is_replaced_in_training_keeps_its_name(tmp_path: Path) -> No
         name for each in monitors for heat in each.history.maps.values() for name in heat["names"]
     }
     assert rows == {name for name, _ in model.named_parameters()}
+
+
+def test_default_device_of_torch_is_not_used_for_memory_of_the_host(tmp_path: Path) -> None:
+    class Elsewhere(Watched):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            self.device_mode = torch.device("meta").__enter__()
+
+        def inputs(self, generator: torch.Generator) -> Tensor:
+            return torch.ones(32, 16, device="cpu")
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.network(self.inputs(torch.Generator())).square().mean()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.device_mode.__exit__(None, None, None)
+
+    monitors = [*all_monitors(), RepresentationMonitor(modules=["network"])]
+    collector = TensorCollector(include=["network.*"], dirpath=tmp_path)
+    model = Elsewhere(make_optimizer=SafeAdamW, steps=3)
+    make_trainer(callbacks=[*monitors, collector], max_epochs=1).fit(model)
+    assert model.global_step == 3
