@@ -270,9 +270,7 @@ def attach_replay(
     The inputs of the node are the leaves that the call trains. So autograd sums the gradients of
     several calls and of the rest of the loss, accumulates them once and runs hooks once, and DDP
     finds each parameter in the graph and reduces it once, as after a plain call of the tower.
-
-    `replay` returns the gradients of `trained` for the cotangents of the outputs. `constant` are
-    the outputs that do not require grad. The list `outputs` is cleared.
+    `constant` are the outputs that do not require grad. The list `outputs` is cleared.
     """
     attached: tuple[Tensor, ...] = _Replay.apply((replay, outputs, constant), *trained)
     outputs.clear()  # the node must not hold its own outputs

@@ -24,10 +24,8 @@ class SharedWriteError(Exception):
 class MicroBatches:
     """Splits leaves into micro-batches; can be iterated over any number of times.
 
-    Tensors on another device are copied to `device` without a change of dtype. Copies from the host
-    to a GPU use a separate stream and run `prefetch` micro-batches ahead, so that the device holds
-    at most `prefetch + 1` micro-batches, and at least two. Copies overlap with the towers from a
-    `prefetch` of 2 on.
+    Tensors on another device are copied to `device` without a change of dtype; from the host to a
+    GPU on a separate stream, `prefetch` micro-batches ahead.
 
     A function may write to its own rows in place, as `normalize(inplace=True)` does. The first
     iteration passes the caller's memory, as a call without micro-batches would. Later iterations

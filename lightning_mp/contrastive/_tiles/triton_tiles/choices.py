@@ -12,13 +12,7 @@ import torch
 
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 
-__all__ = ["choice_folder", "cached_choice"]
-
-
-def choice_folder() -> Path:
-    """Return the folder: `lightning-mp/tiles` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "lightning-mp" / "tiles"
+__all__ = ["cached_choice"]
 
 
 def cached_choice(
@@ -37,9 +31,10 @@ def cached_choice(
     key = [name, *capability, version("triton"), what, [repr(config) for config in configs]]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     try:
-        path = choice_folder() / f"{digest}.json"
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # a user without a home directory, as in containers
         return choose()
+    path = Path(base, "lightning-mp", "tiles", f"{digest}.json")
     found = _stored_choice(path, configs)
     if found is not None:
         return found

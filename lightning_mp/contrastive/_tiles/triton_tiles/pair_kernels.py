@@ -64,7 +64,6 @@ def prepare_kernel(
         reference: Output: one fp32 value.
         peaks: The largest squared norms of rows and of columns, and the largest sampled logit.
         num_pairs: b. num_columns: n. width: D.
-        ROWS: Rows of a program. COLUMNS: Slice of the width that it holds at a time.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, COLUMNS)
@@ -246,7 +245,6 @@ def finish_kernel(
         terms: Number of cross entropies; the loss is their mean.
         ranks: W, the divisor of a mean over ranks.
         num_pairs: q. num_rows: b. num_columns: n. width: D.
-        ROWS: Rows of a program. COLUMNS: The slice of the width that it holds at a time.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, COLUMNS)
