@@ -107,7 +107,7 @@ class JoinedBatch:
     def concatenated(self) -> Any:
         """Return the concatenated batch."""
         for field in self._fields.values():
-            if field.different is not None:
+            if field.role == WHOLE and len(field.values) > 1:
                 self._raise_for_different_values(field)
         return self._tree.rebuild([field.joined() for field in self._fields.values()])
 
@@ -193,9 +193,9 @@ class JoinedBatch:
         }
         raise ValueError(
             f"Gathered `{field.path}`, which differs between loader batches: "
-            f"{_shown_value(field.first)} and {_shown_value(field.different)}. Only fields "
-            "with rows can be concatenated. Return one value per row, or declare the fields with "
-            f"rows, as for several texts per image: `roles={roles}`."
+            f"{' and '.join(map(_shown_value, field.values))}. Only fields with rows can be "
+            "concatenated. Return one value per row, or declare the fields with rows, as for "
+            f"several texts per image: `roles={roles}`."
         )
 
 
@@ -205,17 +205,14 @@ class _Field:
     def __init__(self, path: str, role: Role, count: int, pin: bool) -> None:
         self.path, self.role, self._count, self._pin = path, role, count, pin
         self.filled = 0  # rows so far
-        self.first: Any = None  # value of the first loader batch, for a field that is whole
-        self.different: Any = None  # a different value of another loader batch
+        # Lists and arrays; of a field that is whole, the first value and a different one, if any.
+        self.values: list[Any] = []
         self._memory: Tensor | None = None
-        self._lists: list[Any] = []
 
     def add(self, value: Any) -> None:
         if self.role == WHOLE:
-            if self.first is None:
-                self.first = value
-            elif self.different is None and not is_same(value, self.first):
-                self.different = value
+            if not self.values or (len(self.values) == 1 and not is_same(value, self.values[0])):
+                self.values.append(value)
             return
         if isinstance(value, Tensor):
             self._copy(value)
@@ -225,18 +222,19 @@ class _Field:
                 "tensors can be padded. Make `collate_fn` return a tensor."
             )
         else:
-            self._lists.append(value)
+            self.values.append(value)
         self.filled += len(value)
 
     def joined(self) -> Any:
         """Return the rows of all loader batches."""
         if self._memory is not None:
             return self._memory[: self.filled]
+        first = self.values[0]
         if self.role == WHOLE:
-            return self.first
-        if isinstance(self._lists[0], np.ndarray):
-            return np.concatenate(self._lists)
-        return type(self._lists[0])(x for value in self._lists for x in value)
+            return first
+        if isinstance(first, np.ndarray):
+            return np.concatenate(self.values)
+        return type(first)(x for value in self.values for x in value)
 
     def _copy(self, value: Tensor) -> None:
         """Copy now, so that the loader batch can be freed before the loader makes the next."""

@@ -212,6 +212,15 @@ def test_sequences_of_different_lengths_are_padded_as_declared() -> None:
         list(gather_batches(batches, 3, attention_mask="mask"))
 
 
+def test_whole_value_that_only_one_loader_batch_has_raises_and_nan_is_equal_to_itself() -> None:
+    batches = [{"x": torch.ones(4, 2), "mask": None, "rate": float("nan")} for _ in range(2)]
+    (whole,) = gather_batches(batches, 2)
+    assert len(whole["x"]) == 8
+    batches[1]["mask"] = torch.ones(4, 3)
+    with pytest.raises(ValueError, match="`mask`, which differs between loader batches: of type N"):
+        next(iter(gather_batches(batches, 2)))
+
+
 def test_whole_field_stays_whole_in_a_short_loader_batch() -> None:
     classes, prompt = ["cat", "dog"], torch.rand(2, 3)
     sizes = (4, 4, 2)

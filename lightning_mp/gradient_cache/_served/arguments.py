@@ -333,13 +333,15 @@ def is_array(value: Any) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal; NaN equals NaN."""
     if isinstance(one, Tensor) and one.ndim and not is_array(one):  # nested or sparse
         return False
     if getattr(one, "shape", None) != getattr(other, "shape", None):
         return False
     if isinstance(one, (list, tuple)):
         return bool(one == other)
-    return bool(torch.as_tensor(one == other).all())
+    are_same = (one == other) | ((one != one) & (other != other))
+    return one is other or bool(torch.as_tensor(are_same).all())
 
 
 def open_tree(value: Any, path: str = "") -> Tree:

@@ -171,8 +171,7 @@ class Outputs:
         are_lists = isinstance(value, list) and isinstance(whole, list)
         if are_lists and len(whole) == rows.start and len(value) == rows.stop - rows.start:
             self._values[index] = whole + value
-        # Identity first, because NaN is not equal to itself.
-        elif whole is not value and not is_same(whole, value):
+        elif not is_same(whole, value):
             raise ValueError(
                 f"The tower `{self._tower}` returned {_name_of(leaf.path)} of type "
                 f"{type(value).__name__}, which differs between micro-batches: "
