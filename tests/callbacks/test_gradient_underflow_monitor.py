@@ -175,6 +175,15 @@ def test_two_percent_raise_a_warning_only_if_rising() -> None:
     assert judged(rising)[-2:] == [False, False]
 
 
+def test_alarm_states_the_usual_share_and_the_limit() -> None:
+    judge = UnderflowJudge(3, 0.01, 0.05)
+    shares = 0.02, 0.04, 0.03, 0.08, 0.09, 0.10, 0.11, 0.2, 0.2
+    warning, *_, error = filter(None, (judge.judge("t", zeros, 0.1) for zeros in shares))
+    for found, value, excess in ((warning, 0.11, 0.01), (error, 0.2, 0.05)):
+        assert (found.value, found.threshold) == (value, pytest.approx(0.04 + excess))
+        assert found.numbers == {"usual": 0.04, "excess": excess, "subnormal": 0.1}
+
+
 def test_one_odd_batch_raises_no_alarm() -> None:
     assert judged([(0.0, 0.5)] * 4 + [(0.9, 0.5)] + [(0.0, 0.5)] * 3) == [None] * 8
 
