@@ -163,16 +163,16 @@ class BalancedAMP(ScaledPrecision):
         super()._prepare()
         for optimizer in self._ledger.optimizers:  # a callback may have unfrozen half weights
             widen(self.main_params(optimizer), "unfrozen")
-        self._working.start_step()
+        self._working.start_step()  # after widening, because only fp32 weights have copies
 
     @override
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         super().backward(tensor, model, *args, **kwargs)
-        self._working.is_stale = True  # adversarial training (FGM, AWP) now writes to `p.data`
+        self._working.is_stale = True  # optimizers and adversarial training now write to weights
 
     @override
     def after_step(self, optimizer: Optimizer) -> None:
-        self._working.expire(self.main_params(optimizer))
+        self._working.refresh(self.main_params(optimizer))
 
     @override
     @contextlib.contextmanager
@@ -181,7 +181,8 @@ class BalancedAMP(ScaledPrecision):
         # round products in optimizers, as of Adafactor's factors, to half.
         with super()._step_of(optimizer), torch.autocast(self._device_type, enabled=False):
             yield
-        self._working.expire(self.main_params(optimizer))
+        if self._is_inside:  # a forward may follow in this step, as in manual optimization
+            self._working.refresh(self.main_params(optimizer))
 
     @override
     @contextlib.contextmanager

@@ -68,10 +68,11 @@ class _Swapped(NamedTuple):
 class WorkingCopies:
     """Keeps a half copy of each weight, with which modules compute under autocast.
 
-    The first forward of a module makes its copies. The first forward in a step, and after a
-    backward or an optimizer step, updates all of them, because version counters miss writes to
-    `p.data` and by fused optimizers. Without autocast, modules compute with their fp32 weights, as
-    do recurrent layers and 0-d parameters. Only one thread at a time can compute with a module.
+    The first forward of a module makes its copies. `refresh` updates them at the start of a step,
+    after an optimizer step inside a forward, and in the first forward after a backward, because
+    version counters miss writes to `p.data` and by fused optimizers. Without autocast, modules
+    compute with their fp32 weights, as do recurrent layers and 0-d parameters. Only one thread at
+    a time can compute with a module.
 
     If a forward writes to its weight (clamping, normalizing, codebooks), the write is rounded to
     half and applied to the parameter; from the next step on, the module computes with fp32 weights.
@@ -274,19 +275,12 @@ class WorkingCopies:
         return entry
 
     def start_step(self) -> None:
-        """Expect writes to all weights until the next forward."""
-        self.is_stale = True
+        """Update all copies, and compare them with the weights in some of the steps."""
         self._kept |= self._writing  # not earlier, for recomputed forwards
         # At steps 1, 2, 4, 8, ..., because comparing weights costs a host sync on a GPU.
         self._steps += 1
         self._is_probing = self._steps & (self._steps - 1) == 0
-
-    def expire(self, parameters: Iterable[Tensor]) -> None:
-        """Note that an optimizer has stepped parameters; fused optimizers do not count writes."""
-        self.is_stale = True
-        for p in parameters:
-            if (entry := self._ledger.entries.get(id(p))) is not None:
-                entry.stamp = None
+        self.refresh()  # at once, because streams that the user forks from here wait for it
 
     def refresh(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Update all or some copies by one multi-tensor copy."""
