@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp._nested import map_tensors
@@ -26,7 +25,7 @@ from lightning_mp.gradient_cache._served.arguments import (
 )
 from lightning_mp.gradient_cache._served.auto_size import find_micro_batch_size
 from lightning_mp.gradient_cache._served.autograd import attach_replay
-from lightning_mp.gradient_cache._served.call import Replayed, TowerCall
+from lightning_mp.gradient_cache._served.call import Replayed, TowerCall, check_no_transform
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.sharding import is_alone, reduce_remaining, set_reduction
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower, modules_of
@@ -120,6 +119,7 @@ class GradientCache:
         self.unreduced: dict[Any, None] = {}
         """Sharded modules that may hold gradients which are not reduced yet, in order."""
         self._differences = AsyncReadback()
+        self._has_pending_differences = False  # not yet arrived on the host
         self.calls = 0
         """Number of calls of towers so far."""
         self.micro_batch_sizes: dict[str, int] = {}
@@ -265,9 +265,11 @@ class GradientCache:
         if self._in_a_tower:  # the outer tower replays the call with its own
             return function(*args, **kwargs)
         name = tower.name
-        _check_no_transform(name)
-        # On CUDA, differences of earlier replays are read when they have arrived.
-        self._check_differences(self._differences.ready())
+        check_no_transform(name)
+        if self._has_pending_differences:
+            # On CUDA, differences of earlier replays are read when they have arrived.
+            self._check_differences(self._differences.ready())
+            self._has_pending_differences = len(self._differences) > 0
         self.calls += 1
         earlier = self._earlier[name, id(tower.module)]
         arguments = Arguments(tower, args, kwargs, self.declared, earlier, self._expected_rows)
@@ -345,6 +347,7 @@ class GradientCache:
                 self._check_differences([(0, difference, context)])
             else:
                 self._differences.submit(0, difference, **context)
+                self._has_pending_differences = True
         return replayed.gradients
 
     def _check_differences(self, arrived: Sequence[Any]) -> None:
@@ -389,12 +392,3 @@ class GradientCache:
                 f"`roles={dict.fromkeys(names, 'left out')!r}`.",
                 stacklevel=2,
             )
-
-
-def _check_no_transform(tower: str) -> None:
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        raise RuntimeError(
-            f"Called the tower `{tower}` inside a transform of `torch.func` or in forward-mode AD "
-            "while its gradients are cached. A replay needs a plain backward. Call the tower "
-            "outside of `cache.serving(...)`, or use `torch.autograd.grad`."
-        )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lightning_mp.gradient_cache._served.arguments import Arguments
 from lightning_mp.gradient_cache._served.autograd import GradientSums, TrainedLeaves
@@ -26,7 +27,7 @@ from lightning_mp.numerics.replay_state import (
     version_of,
 )
 
-__all__ = ["Replayed", "TowerCall", "rounding_noise"]
+__all__ = ["Replayed", "TowerCall", "check_no_transform", "rounding_noise"]
 
 
 class Replayed(NamedTuple):
@@ -147,17 +148,23 @@ class TowerCall:
         self._micro_batches.split(micro_batch_size, count)
         try:
             for rows, leaves in self._micro_batches.first_run():
+                inputs = self._micro_batches.for_grad(leaves)
+                args, kwargs = self._arguments.rebuild(leaves)
                 self._buffers.restore(keep_grown=True)
                 rng = RngState(self.device, self.module)
-                returned, inputs = self._run(leaves)
+                with self._autocast:
+                    returned = self._function(*args, **kwargs)
                 self._buffers.collect(rows.stop - rows.start)
                 opened = self.outputs.open(returned, rows)
-                self.outputs.add(opened, rows, self._micro_batches.lengths(rows))
+                is_padded = self._micro_batches.is_padded
+                self.outputs.add(
+                    opened, rows, self._micro_batches.lengths(rows) if is_padded else {}
+                )
                 # Without grad, no replay follows.
                 sketches = [Sketch(x) for x in opened.tensors if torch.is_grad_enabled()]
                 known = self.trained.note(opened.tensors, inputs)
                 self._first_runs.append(_FirstRun(rng, known, sketches))
-                del leaves, returned, inputs, opened  # frees the graph now
+                del args, kwargs, leaves, returned, inputs, opened  # frees the graph now
         except SharedWriteError as error:
             raise RuntimeError(
                 f"The tower `{self.tower}` writes in place to "
@@ -197,9 +204,12 @@ class TowerCall:
                 self._micro_batches, self._first_runs, strict=True
             ):
                 with torch.enable_grad(), self._context():
+                    inputs = self._micro_batches.for_grad(leaves)
+                    args, kwargs = self._arguments.rebuild(leaves)
                     self._buffers.rewind()
                     first_run.rng.restore()
-                    returned, inputs = self._run(leaves)
+                    with self._autocast:
+                        returned = self._function(*args, **kwargs)
                 roots, grads = [], []
                 opened = self.outputs.open(returned, rows).tensors
                 for index, (tensor, cotangent, sketch) in enumerate(
@@ -211,7 +221,7 @@ class TowerCall:
                         grads.append(
                             self.outputs.micro_batch_cotangent(index, cotangent, rows, tensor)
                         )
-                del returned
+                del args, kwargs, returned
                 if not roots:
                     continue
                 # Gradients are reduced once, when they are complete.
@@ -287,6 +297,15 @@ class TowerCall:
                 own_rows = own_rows[:, : part.shape[1]]
             own_rows.copy_(part)
         return others
+
+
+def check_no_transform(tower: str) -> None:
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise RuntimeError(
+            f"Called the tower `{tower}` inside a transform of `torch.func` or in forward-mode AD "
+            "while its gradients are cached. A replay needs a plain backward. Call the tower "
+            "outside of `cache.serving(...)`, or use `torch.autograd.grad`."
+        )
 
 
 def _plain_saved_tensors() -> AbstractContextManager[Any]:

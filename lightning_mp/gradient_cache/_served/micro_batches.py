@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_mp._nested import map_tensors
 from lightning_mp.gradient_cache._served.roles import Role
-from lightning_mp.numerics.replay_state import version_of
 
 __all__ = ["MicroBatches", "SharedWriteError"]
 
@@ -65,6 +64,7 @@ class MicroBatches:
         # Clones of rows from before a write, by leaf and first row.
         self.unwritten: dict[tuple[int, int], Tensor] = {}
         self._row_lengths = _row_lengths(self._leaves, roles, batch_size)
+        self.is_padded = bool(self._row_lengths)
 
     def split(self, rows: int, count: int | None = None) -> None:
         """Set micro-batches of `rows`, or `count` of nearly equal size; before, there is one."""
@@ -135,7 +135,11 @@ class MicroBatches:
         ]
 
     def _count_writes(self) -> list[int]:
-        return [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
+        # Not `version_of`: torch does not count writes to inference tensors.
+        return [
+            leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+            for leaf in self._leaves
+        ]
 
     def lengths(self, rows: slice) -> dict[int, int]:
         """Map the length that a micro-batch is cut to, to the padded length of the batch."""
@@ -144,7 +148,7 @@ class MicroBatches:
     def _rows(self, index: int, rows: slice, cut_padding: bool = True) -> Any:
         """Return rows of a leaf; if `cut_padding`, padding beyond the longest row is cut off."""
         role = self._roles[index]
-        part = self._leaves[index][role.slice(rows)]
+        part = self._leaves[index][rows if role.rows_per_sample == 1 else role.slice(rows)]
         is_padded = role.padding is not None and isinstance(part, Tensor) and part.ndim > 1
         if not cut_padding or not is_padded:
             return part
@@ -161,10 +165,11 @@ class MicroBatches:
         return self._on_device(self._rows(index, rows, cut_padding))
 
     def _on_device(self, part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.to(self._device)
         # A list with one item per row may contain tensors, such as images of different sizes. They
         # are copied, because writes are only counted for single tensors.
-        copy = not isinstance(part, Tensor)
-        return map_tensors(part, lambda tensor: tensor.to(self._device, copy=copy))
+        return map_tensors(part, lambda tensor: tensor.to(self._device, copy=True))
 
     def _prefetched(self) -> Iterator[tuple[slice, list[Any]]]:
         """Copy micro-batches on a separate stream, ahead of the current stream.

@@ -82,7 +82,7 @@ class Outputs:
                 self._raise_shape_error(
                     self.names[index], tensor.shape, f"{role} of the batch were expected"
                 )
-            part = output[role.slice(rows)] if role.has_rows else output
+            part = output[_rows(role, rows)] if role.has_rows else output
             if role.padding is not None and tensor.ndim > 1:
                 part = part[:, : tensor.shape[1]]
             # `copy_` would silently broadcast one value over a row.
@@ -101,7 +101,7 @@ class Outputs:
         """Return the cotangent of a micro-batch's output `like`, from that of the whole batch."""
         role = self.roles[index]
         if role.has_rows:
-            part = cotangent[role.slice(rows)]
+            part = cotangent[_rows(role, rows)]
             return part if part.shape == like.shape else part[:, : like.shape[1]]
         return cotangent if role.kind == "sum" else cotangent.mul(self._weight(rows))
 
@@ -181,6 +181,9 @@ class Outputs:
             )
 
     def _open(self, returned: Any) -> tuple[Tree, list[Tree]]:
+        if isinstance(returned, Tensor):  # the common case
+            tree = Tree("", returned)
+            return tree, [tree]
         # Lists without tensors are leaves, so that micro-batches can be concatenated.
         tree = open_tree(returned).prune(
             lambda tree: (
@@ -266,6 +269,10 @@ class OpenedOutputs(NamedTuple):
 
 def _name_of(path: str) -> str:
     return f"`{path}`" if path else "a tensor"
+
+
+def _rows(role: Role, rows: slice) -> slice:
+    return rows if role.rows_per_sample == 1 else role.slice(rows)
 
 
 def _allocate(like: Tensor, role: Role, rows: int, lengths: Mapping[int, int]) -> Tensor:

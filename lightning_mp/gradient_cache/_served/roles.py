@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lightning_mp._arguments import nearest, refuse_values
@@ -41,11 +41,12 @@ class Role:
     rows_per_sample: int = 1  # of the batch
     numbered_field: str = ""  # whose rows are numbered; `""`: the batch itself
     padding: float | None = None  # fills shorter rows; `None`: all rows have one shape
+    has_rows: bool = field(init=False, compare=False)
+    """Whether the first dimension holds the rows of the batch."""
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether the first dimension holds the rows of the batch."""
-        return self.kind in ("rows", "mask", "row numbers")
+    def __post_init__(self) -> None:
+        """Compute `has_rows` once, as it is read for every micro-batch."""
+        object.__setattr__(self, "has_rows", self.kind in ("rows", "mask", "row numbers"))
 
     @classmethod
     def parse(cls, text: str) -> "Role":
