@@ -193,6 +193,16 @@ def test_planted_mistake_is_found_until_it_is_corrected(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_safe_adamw_cures_what_the_doctor_recommends_it_for(
+    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "optimizer: SafeAdamW" in told(config({"precision": precision}), tmp_path, capsys)
+    said = told(config({"precision": precision}, **SAFE), tmp_path, capsys)
+    assert said.startswith("0 wrong, 1 to improve")  # the dtype of checkpoints
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
