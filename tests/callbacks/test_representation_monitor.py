@@ -187,6 +187,27 @@ def test_falling_rank_raises_an_alarm() -> None:
     assert feed([0.9] * 5, [4.0, 4.0, 3.0, 0.4, 0.4]) == []  # the rank was always small
 
 
+@pytest.mark.parametrize(
+    ("spreads", "ranks", "wants"),
+    [
+        ([0.9, 0.05], [20.0, 20.0], True),
+        ([0.9, 0.2], [20.0, 20.0], False),  # lower, but above the limit
+        ([0.9, 0.05, 0.9], [20.0, 20.0, 20.0], True),
+        ([0.05, 0.05], [20.0, 20.0], False),  # never above the limit
+        ([0.9, 0.9], [20.0, 2.0], True),
+        ([0.9, 0.9], [20.0, 3.0], False),
+        ([0.9, 0.9], [4.0, 0.4], False),  # the rank was always small
+    ],
+)
+def test_first_low_sample_asks_for_a_second_one_soon(
+    spreads: list[float], ranks: list[float], wants: bool
+) -> None:
+    rule = RepresentationRule(0.1)
+    for spread, rank in zip(spreads, ranks, strict=True):
+        assert [*rule.features("tower", spread, rank)] == []
+    assert rule.wants_more == wants
+
+
 def sketches(moves: dict[str, float], samples: int = 12) -> set[str]:
     """Return the towers with an alarm, given the shift of each tower in standard errors."""
     rule, rng = RepresentationRule(0.1), torch.Generator().manual_seed(0)
@@ -203,6 +224,7 @@ def test_unchanged_tower_is_named_if_another_tower_changes() -> None:
     assert sketches({"image": 3.0, "text": 1.0}) == set()
     assert sketches({"image": 0.0, "text": 0.0}) == set()  # for example during warm-up
     assert sketches({"image": 3.0, "text": 0.0}, samples=8) == set()  # seven after the first
+    assert sketches({"image": 3.0, "text": 0.0}, samples=9) == {"text"}
 
 
 class Locked(Clip):
@@ -249,6 +271,7 @@ def test_scale_at_its_limit_is_a_note() -> None:
             for v in rule.scale("loss", value)]  # fmt: skip
     assert [(v.kind, v.severity, v.value) for v in said] == [("temperature_clamped", "info", 100.0)]
     assert [v for _ in range(9) for v in rule.scale("other", 20.0)] == []
+    assert [v for step in range(9) for v in rule.scale("moves", 20.0 + step)] == []
 
 
 def test_tokens_of_a_single_sample_are_measured() -> None:

@@ -141,6 +141,15 @@ def test_window_continues_identically_from_its_state(saved: int) -> None:
     )
 
 
+def test_spread_divides_the_score() -> None:
+    values = torch.tensor([[1.0, 1.1, 0.9, 1.0, 1.05, 0.95]]).T
+    whole, half = (RobustWindow((0.05,), min_values=4, size=8) for _ in range(2))
+    for window in (whole, half):
+        judge_all(window, values)
+    z = [window.judge(torch.tensor([1.5]), spread).z for window, spread in ((whole, 1), (half, 2))]
+    torch.testing.assert_close(z[0], 2 * z[1])
+
+
 def test_absent_signal_does_not_enter_the_window() -> None:
     window = RobustWindow((0.05, 0.05), min_values=4, size=8)
     for _ in range(8):
