@@ -396,5 +396,6 @@ def test_default_device_of_torch_is_not_used_for_memory_of_the_host(tmp_path: Pa
     monitors = [*all_monitors(), RepresentationMonitor(modules=["network"])]
     collector = TensorCollector(include=["network.*"], dirpath=tmp_path)
     model = Elsewhere(make_optimizer=SafeAdamW, steps=3)
-    make_trainer(callbacks=[*monitors, collector], max_epochs=1).fit(model)
+    callbacks = [*monitors, collector]
+    make_trainer(callbacks=callbacks, max_epochs=1, default_root_dir=tmp_path).fit(model)
     assert model.global_step == 3
