@@ -15,18 +15,14 @@ __all__ = ["Pairing", "paired"]
 
 
 class Pairing(NamedTuple):
-    """The order of images and texts, `None` if they keep it, and the positive pairs in this order.
-
-    Text i belongs to image i for i < `matched`, the number of images with a positive of their own.
-    `others` are the numbers of all other pairs.
-    """
+    """The order of images and texts, `None` if they keep it, and the positive pairs in it."""
 
     image_order: Tensor | None
     text_order: Tensor | None
-    matched: int
+    matched: int  # images with a positive of their own: text i belongs to image i for i < matched
     images_e: Tensor
     texts_e: Tensor
-    others: Tensor
+    others: Tensor  # numbers of all other pairs
 
 
 def paired(request: Request, positives: Tensor) -> tuple[str | None, Request, Pairing | None]:

@@ -28,12 +28,9 @@ class Own(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Images and texts with equal ids belong together, on any ranks.
+    """Images and texts with equal ids belong together, on any ranks."""
 
-    `ids_n` are the texts' ids, int64; the first b are also those of the images.
-    """
-
-    ids_n: Tensor
+    ids_n: Tensor  # of the texts, int64; the first b are also those of the images
     b: int
     exchange: Exchange
 

@@ -182,18 +182,14 @@ def agreed_plan(request: Request) -> Plan:
 
 
 class ColumnBlock(NamedTuple):
-    """One block of visiting columns.
-
-    `values` are those of `sweep`. Per-row sums are uninitialized if it `is_first`, per-column sums
-    always.
-    """
+    """One block of visiting columns."""
 
     plan: Plan
     visit: Visit
     text_mD: Tensor
-    values: Any
+    values: Any  # those of `sweep`
     maxima: Vectors | None
-    is_first: bool
+    is_first: bool  # then sums per row are uninitialized, as sums per column always are
 
     def logits(
         self, image_bD: Tensor, text_mD: Tensor, stored: StoredTiles | None = None

@@ -71,10 +71,7 @@ class StoredTile:
 
 @dataclasses.dataclass
 class Tile:
-    """One tile: position, operands in the accumulation dtype, two buffers, masks.
-
-    `log2_scale` is the factor of the scaled rows, in the state dtype.
-    """
+    """One tile: position, operands in the accumulation dtype, two buffers, masks."""
 
     rows: slice
     columns: slice
@@ -87,7 +84,7 @@ class Tile:
     stored: StoredTile | None
     ids: Ids | None
     thresholds: Thresholds | None
-    log2_scale: Tensor
+    log2_scale: Tensor  # the factor of the scaled rows, in the state dtype
 
     def logits(self) -> Tensor:
         return torch.mm(self.scaled_rD, self.columns_cD.T, out=self.logits_rc)

@@ -25,15 +25,11 @@ _NO_OBJECTS = (nn.Module, ModuleType, type)
 
 @dataclass(eq=False)
 class Tower:
-    """A submodule, or a method of a submodule, whose calls can be intercepted.
+    """A submodule, or a method of a submodule, whose calls can be intercepted."""
 
-    The `name` is a dotted path. The `module` is the submodule or the owner of the `method`; `None`
-    for a plain function. The parameters of `signature_of` name the arguments of a call.
-    """
-
-    name: str
-    module: Any
-    signature_of: Callable[..., Any]
+    name: str  # a dotted path
+    module: Any  # the submodule, or the owner of the method; `None` for a plain function
+    signature_of: Callable[..., Any]  # its parameters name the arguments of a call
     method: str | None = None
 
     def __post_init__(self) -> None:

@@ -29,15 +29,12 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class KernelLogits:
-    """Logits with the values that all their blocks share: 32-bit ids, products, units of operands.
-
-    `stored_rm` is the memory for the products of the first rows, in fp32; may be empty.
-    """
+    """Logits with what all their blocks share: 32-bit ids, products, units of operands."""
 
     logits: Logits
     products: Products
     guides: Products | None
-    stored_rm: Tensor
+    stored_rm: Tensor  # memory for the products of the first rows, in fp32; may be empty
 
     @classmethod
     def of(cls, logits: Logits, tile_dtype: TileDtype) -> "KernelLogits":
