@@ -59,9 +59,6 @@ def check_adam_epsilon(
         optimizer: The optimizer; its states need not exist yet.
         named_parameters: Names for the reports, such as `model.named_parameters()`.
         ignore: Set or mapping of parameters that are stepped in fp32 and need no check.
-
-    Returns:
-        A list of parameter names and reports.
     """
     name_of = _name_lookup(optimizer, named_parameters)
     return [

@@ -233,9 +233,6 @@ class LossScaler:
 
         The scale is clipped to the limits of the configuration; a static scale is kept. From a
         `GradScaler` state only the scale and the growth tracker are loaded, and warm-up ends.
-
-        Raises:
-            ValueError: A key is missing or a value is invalid.
         """
         config = self.config
         fresh = asdict(self._fresh_state())

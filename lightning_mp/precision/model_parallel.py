@@ -59,10 +59,7 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
     def shard_fp32_modules(self, module: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
         """Shard the modules of `fp32_modules` separately in fp32; call before `fully_shard`.
 
-        Args:
-            module: The LightningModule, relative to which `fp32_modules` are resolved.
-            mesh: The device mesh.
-            **kwargs: Further arguments of `fully_shard`.
+        Names are relative to `module`, the LightningModule; `kwargs` are passed to `fully_shard`.
         """
         # Without `param_dtype`, parameters are gathered in their own dtype.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
