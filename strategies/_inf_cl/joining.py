@@ -147,7 +147,8 @@ class JoinedBatch:
                 )
             start, count = target.filled, len(values[target.path])
         value = values[field.path]
-        numbers = torch.as_tensor(value)
+        # Not `as_tensor`, which copies to torch's default device.
+        numbers = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
         is_integer = not numbers.is_floating_point()
         # In int64, because the whole batch may have too many rows for the loader's dtype.
         numbers = numbers.long()

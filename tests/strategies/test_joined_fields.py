@@ -212,6 +212,14 @@ def test_sequences_of_different_lengths_are_padded_as_declared() -> None:
         list(gather_batches(batches, 3, attention_mask="mask"))
 
 
+@pytest.mark.parametrize("positives", [np.arange(4), list(range(4)), torch.arange(4)])
+def test_row_numbers_stay_on_the_host_under_another_default_device(positives: Any) -> None:
+    batches = [{"text": torch.ones(4, 2), "positives": positives} for _ in range(2)]
+    with torch.device("meta"):
+        (whole,) = gather_batches(batches, 2, positives="row numbers of text")
+    assert [int(number) for number in whole["positives"]] == list(range(8))
+
+
 def test_whole_value_that_only_one_loader_batch_has_raises_and_nan_is_equal_to_itself() -> None:
     batches = [{"x": torch.ones(4, 2), "mask": None, "rate": float("nan")} for _ in range(2)]
     (whole,) = gather_batches(batches, 2)
