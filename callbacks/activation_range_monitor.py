@@ -138,9 +138,8 @@ class ActivationRangeMonitor(SamplingMonitor):
         # Ranks see different data, so a single rank may be near overflow.
         root = step.trainer.strategy.root_device
         sampled = step.gather_rows(rows, torch.zeros(len(StatField) + 1, dtype=state_dtype(root)))
-        # Without gradients, `training_step` has skipped the batch.
-        if sampled is None and self._sampler.modules and step.found.gradients:
-            self.warn_unmeasured(step.facts.step)
+        if sampled is None and self._sampler.modules:
+            self.warn_unmeasured(step)
         return sampled
 
     def _state(self, step: TrainingStep) -> Iterator[tuple[str, str, Tensor]]:

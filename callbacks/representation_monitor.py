@@ -176,9 +176,8 @@ class RepresentationMonitor(SamplingMonitor):
         missing = torch.full((_WIDTH,), torch.nan, dtype=dtype)
         padded = {key: F.pad(row, (0, _WIDTH - len(row))) for key, row in rows.items()}
         sampled = step.gather_rows(padded, missing)
-        # Without gradients, `training_step` has skipped the batch.
-        if sampled is None and self._watched and step.found.gradients:
-            self.warn_unmeasured(step.facts.step)
+        if sampled is None and self._watched:
+            self.warn_unmeasured(step)
         return sampled
 
     @override

@@ -216,9 +216,8 @@ class TensorCollector(SamplingMonitor):
             parts = [part.to(home, non_blocking=True) for part in seen]
             parts = parts or [self._row(torch.empty(0, device=home))]
             self._rows[f"outputs/{name}"] = merge_moments(torch.stack(parts))
-        # Without gradients, `training_step` has skipped the batch.
-        if self._outputs and not any(self._outputs.values()) and step.found.gradients:
-            self.warn_unmeasured(step.facts.step)
+        if self._outputs and not any(self._outputs.values()):
+            self.warn_unmeasured(step)
         self._outputs.clear()
         rows, self._rows = self._rows, {}
         if not rows:

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._step.training_state import TrainingStep
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.numerics.async_readback import send
@@ -46,9 +47,10 @@ class SamplingMonitor(InstabilityMonitor):
         super().setup(trainer, pl_module, stage)
         self._until = -1
 
-    def warn_unmeasured(self, step: int) -> None:
+    def warn_unmeasured(self, step: TrainingStep) -> None:
         """Warn once if a step was due, but no module was measured."""
-        if self.is_due(step) and not self._has_warned:
+        # Without gradients, `training_step` has skipped the batch.
+        if self.is_due(step.facts.step) and step.found.gradients and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(usage("unmeasured", callback=type(self).__name__))
 
