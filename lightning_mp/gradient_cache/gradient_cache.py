@@ -112,9 +112,8 @@ class GradientCache:
         self._expected_rows: int | None = None
         self._in_a_tower = False
         self._warned_towers: set[str] = set()
-        self._namesakes: defaultdict[str, list[int]] = defaultdict(list)
-        self._groups: dict[tuple[int, ...], nn.ModuleList] = {}
-        self._earlier: defaultdict[tuple[str, int], EarlierCalls] = defaultdict(EarlierCalls)
+        self._namesakes: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
+        self._earlier: defaultdict[Any, EarlierCalls] = defaultdict(EarlierCalls)
         self._pending: list[tuple[TowerCall, Sequence[Tensor | None]]] = []
         self.unreduced: dict[Any, None] = {}
         """Sharded modules that may hold gradients which are not reduced yet, in order."""
@@ -178,18 +177,16 @@ class GradientCache:
         while isinstance(called, functools.partial):
             called = called.func
         modules = modules_of(function, (*args, *kwargs.values()))
-        module = modules[0] if len(modules) == 1 else None
-        if len(modules) > 1:  # in one container, equal in later calls
-            module = self._groups.setdefault(tuple(map(id, modules)), nn.ModuleList(modules))
+        module = nn.ModuleList(modules) if len(modules) > 1 else next(iter(modules), None)
         # `nn.Module.__call__` takes any arguments; `forward` names them.
         signature_of = function.forward if isinstance(function, nn.Module) else function
-        name = getattr(called, "__name__", type(called).__name__)
-        namesakes = self._namesakes[name]  # two encoders of one class are two towers
-        if id(module) not in namesakes:
-            namesakes.append(id(module))
-        if number := namesakes.index(id(module)):
-            name = f"{name} ({number + 1})"
-        return self._run(Tower(name, module, signature_of), function, args, kwargs)
+        tower = Tower(getattr(called, "__name__", type(called).__name__), module, signature_of)
+        namesakes = self._namesakes[tower.name]  # two encoders of one class are two towers
+        if tower.identity not in namesakes:
+            namesakes.append(tower.identity)
+        if number := namesakes.index(tower.identity):
+            tower.name += f" ({number + 1})"
+        return self._run(tower, function, args, kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the micro-batch sizes, so that a resumed run draws the same dropout masks."""
@@ -271,7 +268,7 @@ class GradientCache:
             self._check_differences(self._differences.ready())
             self._has_pending_differences = len(self._differences) > 0
         self.calls += 1
-        earlier = self._earlier[name, id(tower.module)]
+        earlier = self._earlier[name, tower.identity]
         arguments = Arguments(tower, args, kwargs, self.declared, earlier, self._expected_rows)
         rows = self._micro_batch_size
         if not arguments.batch_size:  # such as the images of a batch without images

@@ -339,6 +339,10 @@ def test_function_has_the_modules_of_its_closure_object_and_arguments() -> None:
     def through_two(cache: GradientCache, model: nn.Module, batch: Tensor) -> Tensor:
         return cache.call(lambda x: model[1](model[0](x)), batch)
 
+    cache, one, two = make_cache(), nn.Linear(4, 4), nn.Linear(4, 4)
+    for _ in range(2):
+        cache.call(lambda x: one(x) + two(x), torch.ones(7, 4))
+    assert list(cache.roles) == ["<lambda>"]
     expected = norm_after_call(lambda cache, model, batch: cache.call(model, batch))
     ways: list[Callable[[GradientCache, nn.Module, Tensor], Tensor]] = [
         through_two,

@@ -34,6 +34,9 @@ class Tower:
 
     def __post_init__(self) -> None:
         self.sharded = sharded_modules(self.module)
+        # A function of several modules gets a new list of them in every call.
+        one = self.module if isinstance(self.module, nn.ModuleList) else [self.module]
+        self.identity = tuple(map(id, one))
         # They reduce gradients in the backward of their own forward, which a replay is not.
         if _modules_of(self.module, "FullyShardedDataParallel"):
             raise ValueError(
