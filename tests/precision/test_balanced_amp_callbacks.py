@@ -305,9 +305,9 @@ def test_throughput_is_compared_with_that_of_half_precision(
         "lightning.pytorch.callbacks.throughput_monitor.get_available_flops",
         lambda _, dtype: dtypes.append(dtype),
     )
-    monitor = ThroughputMonitor(batch_size_fn=len)
-    monitor._module_has_flops = False  # no warning
-    fit(Regression(), plugin_type(), loader(1), callbacks=[monitor])
+    model = Regression()
+    model.flops_per_batch = 1
+    fit(model, plugin_type(), loader(1), callbacks=[ThroughputMonitor(batch_size_fn=len)])
     assert dtypes == [torch.float16]
 
 
