@@ -393,9 +393,8 @@ def test_default_device_of_torch_is_not_used_for_memory_of_the_host(tmp_path: Pa
         def on_train_batch_end(self, *_: Any) -> None:
             self.device_mode.__exit__(None, None, None)
 
-    monitors = [*all_monitors(), RepresentationMonitor(modules=["network"])]
-    collector = TensorCollector(include=["network.*"], dirpath=tmp_path)
+    callbacks = [*all_monitors(), RepresentationMonitor(modules=["network"])]
+    callbacks.append(TensorCollector(include=["network.*"], dirpath=tmp_path))
     model = Elsewhere(make_optimizer=SafeAdamW, steps=3)
-    callbacks = [*monitors, collector]
     make_trainer(callbacks=callbacks, max_epochs=1, default_root_dir=tmp_path).fit(model)
     assert model.global_step == 3

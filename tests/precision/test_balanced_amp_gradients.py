@@ -289,19 +289,6 @@ def test_training_step_that_returns_none_changes_nothing(
             assert torch.equal(model.weights[1], model.weights[0])
 
 
-def test_clipping_reads_the_gradients_of_an_automatic_step_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls, check = [], torch._amp_foreach_non_finite_check_and_unscale_
-    monkeypatch.setattr(
-        torch,
-        "_amp_foreach_non_finite_check_and_unscale_",
-        lambda *args: (calls.append(args), check(*args)),
-    )
-    fit(Regression(), BalancedAMP(), loader(3), gradient_clip_val=0.1)
-    assert len(calls) == 3
-
-
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @plugins
 def test_weight_held_twice_by_its_group_equals_fp32(make_plugin: Callable[[], Plugin]) -> None:

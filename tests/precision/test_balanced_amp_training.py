@@ -1,4 +1,4 @@
-"""Dtypes and weights of a small transformer under BalancedAMP."""
+"""Dtypes, weights and clipping of small models under BalancedAMP."""
 
 from typing import Any
 
@@ -8,7 +8,14 @@ from torch.optim import SGD
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
-from tests.precision.models import Regression, Transformer, fit, parameters_of, sequences
+from tests.precision.models import (
+    Regression,
+    Transformer,
+    fit,
+    loader,
+    parameters_of,
+    sequences,
+)
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -94,3 +101,16 @@ def test_fp32_ops_run_in_fp32() -> None:
 
         fit(Gelu(Transformer), BalancedAMP(fp32_ops=["gelu"] if moved else []), sequences(1))
     assert seen == {False: torch.float16, True: torch.float32}
+
+
+def test_clipping_reads_the_gradients_of_an_automatic_step_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, check = [], torch._amp_foreach_non_finite_check_and_unscale_
+    monkeypatch.setattr(
+        torch,
+        "_amp_foreach_non_finite_check_and_unscale_",
+        lambda *args: (calls.append(args), check(*args)),
+    )
+    fit(Regression(), BalancedAMP(), loader(3), gradient_clip_val=0.1)
+    assert len(calls) == 3
