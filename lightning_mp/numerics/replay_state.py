@@ -130,7 +130,8 @@ class BufferState:
     Every micro-batch starts from these values, as the whole batch would. `commit` then sets
     floating-point buffers to the mean of the micro-batches' results, weighted by rows, and all
     other buffers (such as `num_batches_tracked`) to the result of the last micro-batch. For a
-    running average of per-row statistics this equals the update of the whole batch.
+    running average of per-row statistics this equals the update of the whole batch. Caches, such as
+    of rotary embeddings, are kept: an attribute may hold the length that they were computed for.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -147,10 +148,11 @@ class BufferState:
 
     @torch.no_grad()
     def restore(self, *, keep_grown: bool = False) -> None:
-        """Restore the buffers that changed; with `keep_grown`, except those whose shape changed."""
+        """Restore the buffers that changed, except caches; with `keep_grown`, nor any that grew."""
         for snapshot in self._snapshots:
             # Unchanged buffers are not written to, because a graph may have saved them.
-            if snapshot.is_changed() and not (keep_grown and snapshot.has_grown()):
+            is_kept = snapshot.has_grown() if keep_grown else snapshot.is_cache()
+            if snapshot.is_changed() and not is_kept:
                 snapshot.restore()
 
     @torch.no_grad()
@@ -158,7 +160,7 @@ class BufferState:
         """Add the buffers after a micro-batch of `rows` rows to the means."""
         before, self._rows = self._rows, self._rows + rows
         for snapshot in self._snapshots:
-            if snapshot.has_grown():  # a cache, such as of rotary embeddings, keeps growing
+            if snapshot.has_grown():
                 self._means.pop(snapshot, None)
             elif snapshot.is_changed() or snapshot in self._means:
                 value = snapshot.current()
@@ -218,9 +220,16 @@ class _BufferSnapshot:
         # Comparing values would make the host wait.
         return self.name.startswith("running_") and self.owner.training
 
+    def is_cache(self) -> bool:
+        """Return whether a forward replaced the buffer by one that follows from other state."""
+        is_derived = self.name in self.owner._non_persistent_buffers_set
+        return is_derived and self.current() is not self.buffer
+
     def has_grown(self) -> bool:
+        """Return whether the buffer is a cache, or a history whose shape changed."""
         current = self.current()
-        return current.shape != self.value.shape or current.dtype != self.value.dtype
+        is_other = current.shape != self.value.shape or current.dtype != self.value.dtype
+        return is_other or self.is_cache()
 
     def restore(self) -> None:
         self.owner._buffers[self.name] = self.buffer  # a forward may have assigned another tensor

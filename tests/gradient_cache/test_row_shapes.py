@@ -142,6 +142,34 @@ def test_shape_check_of_a_tower_that_differentiates() -> None:
     torch.testing.assert_close(tower.linear.weight.grad, expected)
 
 
+class Rotary(nn.Module):
+    """Caches factors, and the length that they are for in an attribute, as older Llamas do."""
+
+    def __init__(self, grows: bool) -> None:
+        super().__init__()
+        self.linear, self.length, self.grows = nn.Linear(WIDTH, WIDTH), 2, grows
+        self.register_buffer("cosines", self.cosines_of(2), persistent=False)
+
+    def cosines_of(self, length: int) -> Tensor:
+        # NTK scaling makes all frequencies depend on the length.
+        return torch.cos(torch.arange(length if self.grows else 9)[:, None] * WIDTH / length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self.length:
+            self.length = x.shape[1]
+            self.cosines = self.cosines_of(self.length)
+        return (self.linear(x) * self.cosines[: x.shape[1]]).mean(1)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_shape_check_keeps_caches_that_a_forward_replaces(grows: bool) -> None:
+    tower, x = Rotary(grows), torch.randn(BATCH, 5, WIDTH)
+    plain = copy.deepcopy(tower)
+    plain(x).square().sum().backward()
+    GradientCache(micro_batch_size=4).call(tower, x).square().sum().backward()
+    torch.testing.assert_close(tower.linear.weight.grad, plain.linear.weight.grad)
+
+
 def test_left_out_key_value_cache_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
