@@ -48,7 +48,7 @@ class AdamNumbers:
         self.name, self.beta2, self.eps = name, beta2, eps
         self.is_clipped = clip < math.inf  # `clip_update_rms` of `SafeAdamW`
         self.numel = int(count)
-        self.is_judged = sums[AdamField.NUMEL] > 0 and not sums[AdamField.NON_FINITE]
+        self.is_judged = not sums[AdamField.NON_FINITE]
         self.is_zero = not sums[AdamField.NON_ZERO]  # the whole gradient
         # RMS of `g / max(sqrt(v), eps)`.
         self.rms = math.sqrt(sums[AdamField.SQUARED_RATIO] / count)
