@@ -57,10 +57,10 @@ class Run:
         }
         return self.monitor.judge(Sample(facts, array, context))
 
-    def learn(self, *tensors: dict[str, float], samples: int = 5) -> "Run":
+    def learn(self, *tensors: dict[str, float], samples: int = 5, clip: float = math.inf) -> "Run":
         """Add healthy samples; fail if one has a verdict."""
         for _ in range(samples):
-            assert self.sample(*(tensors or (tensor(),))) == []
+            assert self.sample(*(tensors or (tensor(),)), clip=clip) == []
         return self
 
 
@@ -125,11 +125,11 @@ def test_rms_of_the_first_samples_is_usual() -> None:
 def test_rms_is_usual_until_the_second_moment_has_a_memory() -> None:
     run = Run()
     run.step = 0
-    run.learn(with_rms(5.0), samples=9)  # a tenth of the 100 steps of beta2 = 0.99
-    run.learn(samples=30).learn(with_rms(7.4), samples=3)
+    run.learn(samples=4).learn(with_rms(5.0), samples=5)  # a tenth of the 100 steps of beta2 = 0.99
+    run.learn(with_rms(7.4), samples=2)  # 1.5 times as high
     run = Run()
-    run.step = 0
-    run.learn(samples=9)
+    run.step = 8
+    run.learn(samples=4)
     run.sample(with_rms(5.0))
     assert kinds(run.sample(with_rms(5.0))) == ["update_rms"]
 
@@ -170,9 +170,10 @@ def test_rounding_error_below_epsilon_raises_no_alarm_unless_it_was_a_gradient()
     below = {"below_epsilon": 10_000}
     ordinary = tensor(), tensor(gradient=2.0), tensor(gradient=3.0)
     rounding, real = tensor(gradient=0.0028, **below), tensor(gradient=0.005, **below)
-    run = Run().learn(*ordinary, rounding)  # 2**-9 of the median of 1, 2, 3 and this
-    assert kinds(run.sample(*ordinary, real)) == ["below_epsilon"]
-    assert kinds(run.sample(*ordinary, rounding)) == ["below_epsilon"]
+    silent = [tensor(gradient=0.0)] * 9
+    run = Run().learn(*ordinary, rounding, *silent)  # 2**-9 of the median of 1, 2, 3 and this
+    assert kinds(run.sample(*ordinary, real, *silent)) == ["below_epsilon"]
+    assert kinds(run.sample(*ordinary, rounding, *silent)) == ["below_epsilon"]
 
 
 def silenced(run: Run, steps: int, *others: dict[str, float], moment: float = 0.0) -> list[Verdict]:
@@ -189,6 +190,14 @@ def test_gradient_that_never_paused_and_ends_is_an_alarm() -> None:
     assert verdict.tensor == "layers.0.weight"
     assert verdict.numbers["limit"] == pytest.approx(10.0)  # 1 / sqrt(1 - beta2)
     assert verdict.numbers["boost"] == pytest.approx((0.99**501 + 0.01) ** -0.5)
+
+
+def test_layer_whose_units_died_is_named_before_the_layers_that_get_no_gradient() -> None:
+    silent = tensor(gradient=0.0)
+    run = Run().learn(*[tensor()] * 4)
+    run.sample(silent, silent, silent, tensor())
+    (verdict,) = run.sample(silent, silent, silent, tensor(), steps=600)
+    assert (verdict.tensor, verdict.numbers["count"]) == ("layers.2.weight", 3)
 
 
 def test_tensor_that_never_had_a_gradient_raises_no_zero_run() -> None:
@@ -246,6 +255,9 @@ def test_update_that_is_large_for_its_weights_is_an_alarm_after_the_first_sample
     (verdict,) = run.sample(update_of(11.0))
     assert (verdict.kind, verdict.tags, verdict.threshold) == ("update_to_weight", (), 10.0)
     run.learn(update_of(10.0))
+    large = {"squared_update": 19.0**2 * 1e4}
+    run.learn(with_rms(2.0) | large, clip=1.0)  # scaled down by its RMS
+    assert kinds(run.sample(with_rms(0.5) | large, clip=1.0)) == ["update_to_weight"]
 
 
 def test_update_that_is_small_for_its_weights_is_an_alarm_unless_the_rate_is() -> None:
