@@ -190,7 +190,8 @@ class BalancedAMP(ScaledPrecision):
         # In manual optimization a backward runs inside the context of the step, and its autocast
         # would round gradients of fp32 modules to half. Recomputed forwards restore autocast.
         autocast = torch.autocast(self._device_type, enabled=False)
-        with autocast, self.policy.recompute_context(self._device_type):
+        policy = self.policy.recompute_context(self._device_type)
+        with self._working.recomputing(), autocast, policy:
             yield
 
     @override

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim import SGD
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from tests.precision.models import (
@@ -114,3 +116,31 @@ def test_clipping_reads_the_gradients_of_an_automatic_step_once(
     )
     fit(Regression(), BalancedAMP(), loader(3), gradient_clip_val=0.1)
     assert len(calls) == 3
+
+
+class LayerScale(nn.Module):
+    """A block that checkpoints a function of its own weights."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.scale, self.shift = nn.Parameter(torch.ones(16)), nn.Parameter(torch.zeros(16))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        def scaled(x: Tensor) -> Tensor:
+            return torch.sin(self.scale * x + self.shift)
+
+        x = self.up(x)
+        if self.use_reentrant is None:
+            return self.down(scaled(x))
+        return self.down(checkpoint(scaled, x, use_reentrant=self.use_reentrant))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_functions_read_the_copies_of_their_forward(use_reentrant: bool) -> None:
+    plain, model = (Regression(lambda r=r: LayerScale(r)) for r in (None, use_reentrant))
+    for each in (plain, model):
+        fit(each, BalancedAMP(loss_scale=2.0**10), loader(4))
+    assert torch.equal(parameters_of(model), parameters_of(plain))
+    assert isinstance(model.network.scale, nn.Parameter)

@@ -85,6 +85,7 @@ class WorkingCopies:
         self._kept: set[nn.Module] = set()
         self.writing: list[str] = []  # names of modules whose forward writes, for checkpoints
         self._writing: set[nn.Module] = set()  # those that join `_kept` at the next refresh
+        self._holders: list[nn.Module] = []  # modules with weights beside their submodules
         self._users = ModuleUsers()
         self._steps = 0
         self._is_probing = True
@@ -107,7 +108,7 @@ class WorkingCopies:
     def attach(self, root: nn.Module, keep: Iterable[nn.Module] = ()) -> None:
         """Let all modules except `keep` compute with half copies, until `release`."""
         self._kept = set(keep)
-        self.writing = []
+        self.writing, self._holders = [], []
         self._is_attached, self._thread = True, threading.get_ident()
         if any(is_compiled(module) for module in root.modules()):
             # torch warns because Dynamo reads `.grad` of all its inputs.
@@ -120,6 +121,8 @@ class WorkingCopies:
             elif not self._is_left_alone(module):
                 self._replace_forward(module, self._own)
                 self._undo.callback(module.register_state_dict_post_hook(hook).remove)
+                if module._modules:
+                    self._holders.append(module)
             call = module._compiled_call_impl
             if call is not None:
                 self._undo.callback(setattr, module, "_compiled_call_impl", call)
@@ -141,7 +144,7 @@ class WorkingCopies:
         self._is_attached = False
         self._undo.close()
         self._ledger.entries.clear()
-        self._kept, self._writing = set(), set()
+        self._kept, self._writing, self._holders = set(), set(), []
 
     def _is_left_alone(self, module: nn.Module) -> bool:
         own = [p for p in module._parameters.values() if p is not None]
@@ -189,6 +192,28 @@ class WorkingCopies:
             yield
         finally:
             self._put_back(served, swapped)
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Serve a backward's recomputed functions, which run outside of their module's forward."""
+        # A function that a forward has checkpointed, such as a block with a layer scale, reads
+        # the weights of the module itself. Each weight has its own node: one for several weights
+        # would pass `None` to those that the function does not use, and DDP counts that.
+        places = [
+            (module, name, p, _Use.apply([entry.beside], p)[0])
+            for module in self._holders
+            if module not in self._kept
+            for name, p in module._parameters.items()
+            if p is not None and (entry := self._ledger.entries.get(id(p))) and _fits(entry, p)
+        ]
+        for module, name, _, stand_in in places:
+            module._parameters[name] = stand_in
+        try:
+            yield
+        finally:
+            for module, name, p, stand_in in places:
+                if module._parameters.get(name) is stand_in:
+                    module._parameters[name] = p
 
     def _swap(self, modules: Sequence[nn.Module]) -> list[_Swapped]:
         # Under functorch's transforms, autocast casts the weights.
