@@ -48,12 +48,16 @@ def open_batch(batch: Any, fields: Collection[str] = ()) -> Tree:
     return prune_lists_of_rows(open_tree(batch)).prune(is_list_of_rows)
 
 
-def field_roles(batch: Any, declared: DeclaredRoles) -> dict[str, Role]:
+def field_roles(batch: Any, declared: DeclaredRoles, size: int | None = None) -> dict[str, Role]:
     """Return the role of each field of a loader batch.
 
-    An undeclared field has rows if it is as long as the declared fields, or else as most fields.
+    An undeclared field has rows if it is as long as the declared fields, or else as most fields. A
+    list of `size` samples that no `collate_fn` has combined is one field.
     """
     leaves = open_batch(batch).leaves
+    has_columns = size in [len(leaf.value) for leaf in leaves if _has_length(leaf.value)]
+    if type(batch) is list and len(batch) == size and not has_columns and not is_array(batch[0]):
+        return {"": ROWS}
     lengths = _lengths(leaves, declared)
     return {
         leaf.path: declared.role(leaf.path, "field")
@@ -329,7 +333,7 @@ def _lengths(leaves: Sequence[Tree], declared: DeclaredRoles) -> set[int]:
 
 
 def _has_length(value: Any) -> bool:
-    return is_array(value) or isinstance(value, (list, tuple))
+    return is_array(value) or type(value) in (list, tuple)
 
 
 def _field_name(path: str) -> str:

@@ -95,7 +95,8 @@ class GatheredLoader:
 
     def _joined(self, first: Any) -> JoinedBatch:
         if not self._roles:
-            self._roles = field_roles(first, self._declared)
+            size = getattr(self._loader, "batch_size", None)
+            self._roles = field_roles(first, self._declared, size)
             words = {path: str(role) for path, role in self._roles.items()}
             _log.debug("Roles of the fields of loader batches: %s", words)
         return JoinedBatch(first, self._count, self._roles, self._declared, self._pin)

@@ -155,6 +155,12 @@ STRINGS = list("abcdefgh")
         ((ROWS, torch.ones(8)), {"declared": {"b": "whole"}}, {"a": True, "b": False}),
         ((Encoding({"x": ROWS, "n": STRINGS}), 2), {}, {"a.x": True, "a.n": True, "b": False}),
         ((torch.ones(8),), {}, {"a": True}),
+        ((torch.ones(8), 1.5), {}, {"a": True, "b": False}),
+        ((torch.ones(8), torch.ones(8)), {}, {"a": True, "b": True}),
+        ((torch.ones(8), nn.Parameter(ROWS)), {}, {"a": True, "b": False}),
+        ((ROWS, np.ones(8), np.array(2.0)), {}, {"a": True, "b": True, "c": False}),
+        ((ROWS, [ROWS] * 8), {}, {"a": True} | {f"b[{n}]": True for n in range(8)}),
+        (([STRINGS, STRINGS],), {}, {"a[0]": True, "a[1]": True}),
     ],
 )
 def test_roles_of_arguments(args: Any, settings: Any, expected: dict[str, bool]) -> None:
@@ -185,9 +191,32 @@ def test_arguments_have_dotted_paths_and_are_declared_by_any_part_of_them() -> N
             roles(value, declared={name: "whole"})
 
 
+def test_further_positional_arguments_are_numbered() -> None:
+    class Views(Takes):
+        def forward(self, a: Any, *views: Any, flag: bool = False) -> Tensor:
+            return torch.ones(8, 2)
+
+    found = roles(ROWS, ROWS, PROMPT, tower=Views())
+    assert found == {"a": True, "views[0]": True, "views[1]": False}
+
+
 def test_vector_of_batch_length_raises_and_names_both_roles() -> None:
     with pytest.raises(ValueError, match=r"`b` of shape \[8\].*{'b': 'rows'}.*{'b': 'whole'}"):
         roles(ROWS, torch.ones(8))
+
+
+def test_sequence_before_the_batch_raises() -> None:
+    model, batch, tokens = nn.Module(), {"image": ROWS, "text": ROWS}, torch.ones(5, 8, 3)
+    model.tower = nn.Linear(3, 3)
+    message = r"`input` of shape \[5, 8, 3\] .* 8 rows.*`batch_first=True`"
+    cache = GradientCache(micro_batch_size=2)
+    with cache.serving(model, ["tower"], batch), pytest.raises(ValueError, match=message):
+        model.tower(tokens)
+    declared = GradientCache(micro_batch_size=2, roles={"input": "rows"})
+    with declared.serving(model, ["tower"], batch):
+        assert model.tower(tokens).shape == tokens.shape
+    with cache.serving(model, ["tower"], batch):  # two views of each row
+        assert model.tower(torch.ones(16, 8, 3)).shape == (16, 8, 3)
 
 
 def test_declared_rows_of_another_length_raise() -> None:
@@ -204,8 +233,10 @@ def test_declared_rows_of_another_length_raise() -> None:
         {"images": [torch.ones(4, n) for n in range(8)], "text": ROWS},
         {"tokens": [torch.ones(n + 4, 2) for n in range(8)], "text": ROWS},
         {"views": [ROWS, ROWS], "weights": torch.ones(2), "prompt": PROMPT},
+        {"text": STRINGS, "tags": [], "notes": []},
+        [[0] * 8, [1] * 8],
     ],
-    ids=["tensors", "strings", "both", "images", "sequences", "views"],
+    ids=["tensors", "strings", "both", "images", "sequences", "views", "empty", "columns"],
 )
 def test_rows_of_a_batch_are_the_most_frequent_length(batch: Any) -> None:
     assert roles(PROMPT, ROWS, batch=batch) == {"a": False, "b": True}

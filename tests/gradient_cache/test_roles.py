@@ -141,6 +141,7 @@ def test_whole_argument_stays_whole_beside_a_batch_of_its_length() -> None:
     assert not has_rows(*earlier, 12, prompt)
     assert not has_rows(*earlier, 8, prompt), "the last batch of an epoch"
     assert has_rows(*earlier, 12, torch.ones(12, 2))
+    has_rows(*earlier, 1, torch.ones(1, 2))  # a batch of one row
     assert not has_rows(*earlier, 12, torch.ones(1, 2)), "broadcast"
     assert has_rows(GradientCache(micro_batch_size=4), Sees(), 8, prompt), "nothing known before"
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from lightning_mp import ContrastiveLoss, InfCLStrategy
@@ -170,11 +171,11 @@ def test_lists_with_one_item_per_row_are_concatenated(values: list[Any]) -> None
 
 
 def test_lists_of_token_ids_are_rows() -> None:
-    batches = [{"input_ids": [[n] * 7] * 4, "mask": [[1] * 7] * 4} for n in range(3)]
+    batches = [{"input_ids": [[n] * 7] * 4, "mask": [[1] * 7, [], [0], [1]]} for n in range(3)]
     (whole,) = gather_batches(batches, 3)
     assert whole == {
         "input_ids": [[n] * 7 for n in range(3) for _ in range(4)],
-        "mask": [[1] * 7] * 12,
+        "mask": [[1] * 7, [], [0], [1]] * 3,
     }
 
 
@@ -185,16 +186,32 @@ def test_lists_of_columns_are_concatenated_column_by_column() -> None:
         assert whole["names"] == [["a"] * 6, ["b"] * 6]
 
 
-def test_nested_tensors_that_cannot_be_concatenated_raise() -> None:
-    batches = [
-        {
-            "x": torch.rand(2, 2),
-            "n": torch.nested.nested_tensor([torch.ones(n)] * 2, layout=torch.jagged),
-        }
-        for n in (1, 2)
-    ]
-    with pytest.raises(ValueError, match=r"`n`, which differs .*: \(nested or sparse\)"):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.nested.nested_tensor(x, layout=torch.jagged),
+        pack_sequence,
+    ],
+    ids=["nested", "packed"],
+)
+def test_nested_and_packed_tensors_raise(make: Any) -> None:
+    # As many rows as a packed sequence has parts.
+    batches = [{"x": torch.rand(4, 2), "n": make([torch.ones(n)] * 4)} for n in (1, 2)]
+    with pytest.raises(ValueError, match=r"`n`, which differs .*: (\(nested|a PackedSequence of)"):
         list(gather_batches(batches, 2))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [lambda n: (f"q{n}", f"p{n}"), lambda n: {"q": f"q{n}"}, lambda n: (torch.ones(3, n + 1), n)],
+    ids=["tuples", "dicts", "tensors"],
+)
+def test_samples_that_no_collate_function_combines_are_rows(sample: Any) -> None:
+    samples = [sample(n) for n in range(10)]
+    loader = DataLoader(samples, batch_size=4, collate_fn=list)
+    first, last = gather_batches(loader, 2)
+    assert [*first, *last] == samples
+    assert len(first) == 8
 
 
 def test_sequences_of_different_lengths_are_padded_as_declared() -> None:
@@ -221,12 +238,19 @@ def test_row_numbers_stay_on_the_host_under_another_default_device(positives: An
 
 
 def test_whole_value_that_only_one_loader_batch_has_raises_and_nan_is_equal_to_itself() -> None:
-    batches = [{"x": torch.ones(4, 2), "mask": None, "rate": float("nan")} for _ in range(2)]
+    always = {"rate": float("nan"), "scale": 2.0}
+    batches = [
+        {"x": torch.ones(4, 2), "mask": None}
+        | {name: torch.tensor(x) for name, x in always.items()}
+        for _ in range(2)
+    ]
+    batches = [batch | {"rates": always["rate"]} for batch in batches]
     (whole,) = gather_batches(batches, 2)
     assert len(whole["x"]) == 8
-    batches[1]["mask"] = torch.ones(4, 3)
-    with pytest.raises(ValueError, match="`mask`, which differs between loader batches: of type N"):
-        next(iter(gather_batches(batches, 2)))
+    for name, value in {"mask": torch.ones(4, 3), "scale": torch.tensor(3.0)}.items():
+        changed = [batches[0], batches[1] | {name: value}]
+        with pytest.raises(ValueError, match=f"`{name}`, which differs .* (of type N|\\[\\] and)"):
+            next(iter(gather_batches(changed, 2)))
 
 
 def test_whole_field_stays_whole_in_a_short_loader_batch() -> None:

@@ -89,16 +89,13 @@ class Arguments:
         self.declared, self.earlier = declared, earlier
         self._least_rows_per_sample = 1  # among the declared roles
         tree.prune(lambda each: each.path in earlier.lists_of_rows)
-        found = self._find_batch_size(tree, expected)
-        self.batch_size = found or 0
+        self.batch_size = self._find_batch_size(tree, expected) or 0
         tree.prune(self._has_one_item_per_row)
-        self.rebuild: Callable[[Iterable[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-        """Returns the positional and keyword arguments with other leaves."""
-        self.rebuild = tree.rebuild
+        self.rebuild = tree.rebuild  # returns args and kwargs with other leaves
         self._leaves = tree.leaves
         self.leaves = [leaf.value for leaf in self._leaves]
         self.roles = [self._role(leaf.path, leaf.value) for leaf in self._leaves]
-        if found is None or not any(role.has_rows for role in self.roles):
+        if not any(role.has_rows for role in self.roles):
             raise ValueError(
                 f"Passed no batch to a tower ({self}). At least one argument "
                 "must be a tensor or a list whose first dimension is the batch. Pass the batch as "
@@ -127,12 +124,12 @@ class Arguments:
             for each in [*lists, *arrays]
             if (role := self._declared_role(each.path)) is not None and role.has_rows
         ]
-        # Without other evidence the first tensor decides, as towers take their data first.
-        guessed = [
-            len(each.value)
+        unknown = [
+            each
             for each in [*arrays, *lists]
             if self._declared_role(each.path) is None and not self._is_constant(each.value)
         ]
+        guessed = [len(each.value) for each in unknown]
         if declared:
             value, role = min(declared, key=lambda pair: pair[1].rows_per_sample)
             rows: int = len(value) // role.rows_per_sample
@@ -142,8 +139,11 @@ class Arguments:
                 return rows * role.rows_per_sample
             return rows
         # The rows of the step take precedence: the first tensor may be a prompt or class weights.
-        if expected is not None and expected in guessed:
+        if expected in guessed:
             return expected
+        # Without other evidence the first tensor decides, as towers take their data first.
+        if unknown:
+            _check_order(unknown[0], expected)
         return guessed[0] if guessed else None
 
     def _has_one_item_per_row(self, tree: Tree) -> bool:
@@ -198,8 +198,7 @@ class Arguments:
         others = [
             leaf
             for leaf in self._leaves
-            if leaf.path != path
-            and not self._is_constant(leaf.value)
+            if not self._is_constant(leaf.value)
             and isinstance(leaf.value, (list, tuple, Tensor))
             and (not isinstance(leaf.value, Tensor) or leaf.value.ndim > 1)
         ]
@@ -240,7 +239,7 @@ class EarlierCalls:
         if length == 1:  # broadcast
             return has_batch_length
         whole, split = self._whole[path], self._split[path]
-        if has_batch_length and (length in whole or (len(whole) > 1 and not split)):
+        if length in whole or (len(whole) > 1 and not split):
             return False
         if not has_batch_length and length in split:
             raise ValueError(
@@ -250,6 +249,18 @@ class EarlierCalls:
             )
         (split if has_batch_length else whole).add(length)
         return has_batch_length
+
+
+def _check_order(first: Tree, rows: int | None) -> None:
+    """Raise for a sequence of shape (L, B, D), whose micro-batches would be parts of sequences."""
+    shape = list(getattr(first.value, "shape", ()))
+    # Several views or texts per row may be as long as a step has rows.
+    if rows and len(shape) == 3 and shape[1] == rows and shape[0] % rows:
+        raise ValueError(
+            f"Passed `{first.path}` of shape {shape} to a tower, in a step with {rows} rows. Pass "
+            "sequences as (rows, length, width), with `batch_first=True`. If the first dimension "
+            f"is the batch, declare `roles={{{first.path!r}: 'rows'}}`."
+        )
 
 
 def rows_of(batch: Any) -> int | None:
@@ -293,8 +304,8 @@ def _argument_names(signature_of: Callable[..., Any], count: int) -> list[str]:
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "args")
-    missing = count - len(positional)
-    return [*positional[:count], *(f"{rest}[{index}]" for index in range(missing))]
+    more = (f"{rest}[{index}]" for index in range(count - len(positional)))
+    return [*positional[:count], *more]
 
 
 def describe_value(value: Any) -> str:
@@ -320,8 +331,10 @@ def lists_in(tree: Tree) -> list[Tree]:
 def has_rows_of_numbers(tree: Tree) -> bool:
     """Return whether a list holds lists of numbers, as a tokenizer returns token ids."""
     # Columns of numbers would be tensors; but a batch itself is a list of columns.
-    return bool(tree.path and type(tree.value) in (list, tuple) and tree.value) and all(
-        type(x) is list and isinstance((x or [0])[0], (int, float)) for x in tree.value
+    return (
+        bool(tree.path)
+        and type(tree.value) in (list, tuple)
+        and all(type(x) is list and isinstance((x or [0])[0], (int, float)) for x in tree.value)
     )
 
 
@@ -334,7 +347,8 @@ def is_array(value: Any) -> bool:
 
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two values are equal; NaN equals NaN."""
-    if isinstance(one, Tensor) and one.ndim and not is_array(one):  # nested or sparse
+    is_tensor = isinstance(one, Tensor) and one.ndim > 0
+    if isinstance(one, PackedSequence) or (is_tensor and not is_array(one)):  # nested or sparse
         return False
     if getattr(one, "shape", None) != getattr(other, "shape", None):
         return False
