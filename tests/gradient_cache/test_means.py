@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_mp import GradientCache
 
 BATCH, WIDTH = 10, 5
-ROLES = {"aux": "mean", "scale": "whole"}
+ROLES = {"aux": "mean", "scale": "whole", "layers": "whole"}
 
 
 class Gated(nn.Module):
@@ -24,7 +24,9 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         shares = self.gate(x).softmax(1)
         entropy = -(shares * shares.log()).sum(1).mean()
-        return {"features": self.linear(x), "aux": {"loss": entropy}, "scale": self.scale.exp()}
+        scale, layers = self.scale.exp(), torch.tensor(2)
+        out = {"features": self.linear(x), "aux": {"loss": entropy}}
+        return {**out, "scale": scale, "layers": layers}
 
 
 def _loss(out: dict[str, Any]) -> Tensor:
@@ -56,7 +58,7 @@ def test_means_and_their_gradients_equal_those_of_the_whole_batch(rows: Any) -> 
 def test_means_in_half_precision_are_summed_in_fp32() -> None:
     tower, x = Gated().bfloat16(), torch.randn(1024, WIDTH, dtype=torch.bfloat16)
     parts = [tower(part)["aux"]["loss"].double() for part in x.split(4)]
-    out = GradientCache(micro_batch_size=4, roles={"loss": "mean", "scale": "whole"}).call(tower, x)
+    out = GradientCache(micro_batch_size=4, roles=ROLES).call(tower, x)
     assert out["aux"]["loss"].dtype == torch.bfloat16
     mean = torch.stack(parts).mean().item()
     assert out["aux"]["loss"].detach().item() == pytest.approx(
@@ -79,6 +81,7 @@ def test_replay_with_a_different_mean_raises() -> None:
         ({}, r"`aux.loss` of shape \[\] .* `roles={'aux.loss': 'mean'}` for a mean over rows"),
         ({**ROLES, "features": "mean"}, None),
         ({**ROLES, "aux": "whole"}, r"`aux.loss` .* equal to those of other"),
+        ({**ROLES, "layers": "mean"}, r"`layers` .* means of floating-point numbers were expected"),
         ({**ROLES, "los": "mean"}, r"`GradientCache\(roles={'los': 'mean'}\)`"),
     ],
 )

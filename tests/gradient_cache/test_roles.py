@@ -186,7 +186,8 @@ class Reads(nn.Module):
         x = self.embed(ids) if bias is None else self.embed(ids) + bias
         x = self.layer(x, src_key_padding_mask=attention_mask == 0)
         mask = attention_mask[..., None].to(x.dtype)
-        return {"tokens": x * mask, "mean": (x * mask).sum(1) / mask.sum(1)}
+        mean, number = (x * mask).sum(1) / mask.sum(1), attention_mask.sum(1)
+        return {"tokens": x * mask, "mean": mean, "number": number}
 
 
 LENGTHS = [3, 2, 7, 5, 1, 4]
@@ -209,7 +210,8 @@ def test_padding_is_cut_to_the_longest_row_of_a_micro_batch(rows: int, on_left: 
 
     plain = tower(ids, mask, bias)
     expected = differentiated(plain)
-    cache = GradientCache(micro_batch_size=rows, roles={**PADDED, "tokens": "rows padded with 0"})
+    padded = dict.fromkeys(["tokens", "number"], "rows padded with 0")
+    cache = GradientCache(micro_batch_size=rows, roles={**PADDED, **padded})
     tower.lengths.clear()
     out = cache.call(tower, ids, mask, bias=bias)
     parts = [LENGTHS[start : start + rows] for start in range(0, 6, rows)]

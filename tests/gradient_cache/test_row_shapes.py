@@ -170,6 +170,44 @@ def test_shape_check_keeps_caches_that_a_forward_replaces(grows: bool) -> None:
     torch.testing.assert_close(tower.linear.weight.grad, plain.linear.weight.grad)
 
 
+class Flattens(Plain):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.linear(x)
+        return {"features": x.mean(1), "router_logits": x.flatten(0, 1)}
+
+
+def test_flattened_tokens_of_changing_length_are_concatenated() -> None:
+    tower, cache = Flattens(), GradientCache(micro_batch_size=4)
+    for length in (5, 7):
+        x = torch.randn(BATCH, length, WIDTH)
+        logits = cache.call(tower, x)["router_logits"]
+        torch.testing.assert_close(logits, tower(x)["router_logits"])
+
+
+class Spectra(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(self.linear(x))
+
+
+class SkipsEmpty(Plain):
+    """Trains nothing in a micro-batch without any image, as towers of one modality do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.any() else torch.zeros(len(x), WIDTH)
+
+
+@pytest.mark.parametrize("tower", [Spectra(), SkipsEmpty()])
+def test_complex_features_and_skipped_micro_batches_have_exact_gradients(tower: Plain) -> None:
+    x = torch.randn(BATCH, WIDTH)
+    tower.linear.bias.requires_grad_(False).zero_()
+    for first in (0, 8):
+        x[first : first + 4] = 0
+        (expected,) = torch.autograd.grad(tower(x).abs().exp().sum(), tower.linear.weight)
+        loss = GradientCache(micro_batch_size=4).call(tower, x).abs().exp().sum()
+        (found,) = torch.autograd.grad(loss, tower.linear.weight)
+        torch.testing.assert_close(found, expected)
+
+
 def test_left_out_key_value_cache_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

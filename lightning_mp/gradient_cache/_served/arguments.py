@@ -218,14 +218,14 @@ class Arguments:
 
 
 class EarlierCalls:
-    """What earlier calls of a tower have shown: roles of outputs, and lengths of arguments.
+    """What earlier calls of a tower have shown: whether its outputs have rows, and lengths.
 
     A prompt of 8 rows is whole beside a batch of 12, and stays whole beside a last batch of 8. So
     does a causal mask of changing length L, (L, L), once L happens to be that of the batch.
     """
 
     def __init__(self) -> None:
-        self.output_roles: dict[str, Role] = {}
+        self.has_checked_outputs = False
         self.lists_of_rows: set[str] = set()
         """Paths of lists with one array per row: two images of 3 channels look like 3 rows."""
         # Lengths by path: of arrays that were whole, and of those that were split.
@@ -347,15 +347,15 @@ def is_array(value: Any) -> bool:
 
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two values are equal; NaN equals NaN."""
+    if one is other:
+        return True
     is_tensor = isinstance(one, Tensor) and one.ndim > 0
     if isinstance(one, PackedSequence) or (is_tensor and not is_array(one)):  # nested or sparse
         return False
     if getattr(one, "shape", None) != getattr(other, "shape", None):
         return False
-    if isinstance(one, (list, tuple)):
-        return bool(one == other)
     are_same = (one == other) | ((one != one) & (other != other))
-    return one is other or bool(torch.as_tensor(are_same).all())
+    return bool(torch.as_tensor(are_same).all())
 
 
 def open_tree(value: Any, path: str = "") -> Tree:
@@ -385,8 +385,7 @@ def open_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, 
 
 def _open(value: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]] | None:
     """Return the path steps, the items and the `close` of a container; `None` for a leaf."""
-    # Of the type: a dict whose `__getattr__` reads its items raises `KeyError`.
-    node = None if hasattr(type(value), "_fields") else pytree.SUPPORTED_NODES.get(type(value))
+    node = pytree.SUPPORTED_NODES.get(type(value))
     if node is not None:  # built-in containers, and also Hugging Face's `ModelOutput`s
         items, context = node.flatten_fn(value)
         items = list(items)

@@ -112,7 +112,7 @@ class TowerCall:
         return size
 
     def _check_shapes(self) -> None:
-        """Learn the roles of outputs; raise if the shape of a row depends on the number of rows.
+        """Raise for an output without rows, or whose shape of a row depends on their number.
 
         For m rows, `logits_per_image` of Hugging Face's `CLIPModel` has shape m x m. Concatenated,
         the micro-batches would be B x m, as if each image had only m - 1 negatives: a different
@@ -127,7 +127,8 @@ class TowerCall:
                 for rows in (2, 3)  # at least two, because BatchNorm fails on one row
             )
         for path in (path for path in two if path in three):
-            self.outputs.learn_role(path, two[path], three[path])
+            self.outputs.check_rows(path, two[path], three[path])
+        self._arguments.earlier.has_checked_outputs = True
 
     def run(self, micro_batch_size: int) -> list[Tensor]:
         """Run every micro-batch, and return the outputs of the whole batch.

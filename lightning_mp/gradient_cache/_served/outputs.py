@@ -23,14 +23,12 @@ class Outputs:
     """Collects the outputs of a tower.
 
     Tensors must have the rows of the micro-batch or a declared role. Lists without tensors may have
-    one item per row. All other values must be equal in every micro-batch. The roles of new outputs
-    are added to those of earlier calls of the tower.
+    one item per row. All other values must be equal in every micro-batch.
     """
 
     def __init__(self, tower: str, arguments: Arguments) -> None:
         self._tower, self._arguments, self._declared = tower, arguments, arguments.declared
-        self._known = arguments.earlier.output_roles
-        self.is_first_call = not self._known
+        self.is_first_call = not arguments.earlier.has_checked_outputs
         self._tree: Tree | None = None
         self._leaves: list[Tree] = []
         self._values: list[Any] = []
@@ -78,10 +76,6 @@ class Outputs:
         for index, (output, tensor) in enumerate(zip(self.tensors, opened.tensors, strict=True)):
             self.needs_grad[index] |= tensor.requires_grad
             role = self.roles[index]
-            if opened.roles[index] != role:
-                self._raise_shape_error(
-                    self.names[index], tensor.shape, f"{role} of the batch were expected"
-                )
             part = output[_rows(role, rows)] if role.has_rows else output
             if role.padding is not None and tensor.ndim > 1:
                 part = part[:, : tensor.shape[1]]
@@ -134,13 +128,10 @@ class Outputs:
         ]
         self._dtypes = [x.dtype for x in opened.tensors]
         self.needs_grad = [False] * len(self.tensors)
-        # Keep the structure without the tensors and left out values of this micro-batch.
         self._values = [None] * len(opened.leaves)  # values that are left out stay `None`
+        # Keep the structure without its values. Not `None`, which outputs of Hugging Face drop.
         empty = [
-            leaf.value.new_empty(0)
-            if isinstance(leaf.value, Tensor)
-            # Not `None`, which outputs of Hugging Face drop.
-            else (... if self._is_left_out(leaf.path) else leaf.value)
+            leaf.value.new_empty(0) if isinstance(leaf.value, Tensor) else ...
             for leaf in opened.leaves
         ]
         self._tree, self._leaves = self._open(opened.tree.rebuild(empty))
@@ -204,7 +195,7 @@ class Outputs:
         return self._declared.role(path, "output") if self._declared.texts else None
 
     def _role(self, path: str, tensor: Tensor, count: int) -> Role:
-        role = self._declared_role(path) or self._known.get(path)
+        role = self._declared_role(path)
         if role is not None and not role.has_rows:
             if role.kind != "whole" and not tensor.is_floating_point():
                 self._raise_shape_error(
@@ -213,7 +204,7 @@ class Outputs:
             return role
         if tensor.is_nested or tensor.layout is not torch.strided:
             self._raise_shape_error(path, tensor.shape, "a dense tensor was expected")
-        per_sample = len(tensor) // count if tensor.ndim and not len(tensor) % count else 0
+        per_sample = len(tensor) // count if tensor.ndim else 0
         if role is None and per_sample:
             return ROWS if per_sample == 1 else Role("rows", per_sample)
         if role is None or per_sample != role.rows_per_sample:
@@ -221,11 +212,10 @@ class Outputs:
             self._raise_shape_error(path, tensor.shape, f"{expected} rows were expected")
         return role
 
-    def learn_role(self, path: str, two: Sequence[int], three: Sequence[int]) -> None:
-        """Infer the role of an output from its shapes for two and for three rows."""
+    def check_rows(self, path: str, two: Sequence[int], three: Sequence[int]) -> None:
+        """Raise if an output is not one of rows, by its shapes for two and for three rows."""
         role = self._declared_role(path)
         if role is not None and not role.has_rows:
-            self._known[path] = role
             return
         per_sample = two[0] // 2 if two and three else 0
         if not per_sample or [two[0], three[0]] != [2 * per_sample, 3 * per_sample]:
@@ -240,7 +230,6 @@ class Outputs:
                 "so the shape of a row must not depend on the number of rows. Compute pairwise "
                 f"scores outside of towers, from the features, and {advice}."
             )
-        self._known[path] = role or Role("rows", per_sample)
 
     def _raise_shape_error(self, path: str, shape: Sequence[int], expected: str) -> NoReturn:
         name = repr(path or "name")
