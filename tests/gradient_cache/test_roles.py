@@ -224,6 +224,25 @@ def test_padding_is_cut_to_the_longest_row_of_a_micro_batch(rows: int, on_left: 
         assert torch.allclose(value, wanted, rtol=1e-10, atol=1e-12)
 
 
+class ReadsBoth(Reads):
+    def forward(self, query: Any, query_mask: Any, document: Any, document_mask: Any) -> Any:
+        tokens = super().forward(query, query_mask)["tokens"]
+        return {"query": tokens, "document": super().forward(document, document_mask)["tokens"]}
+
+
+@pytest.mark.parametrize("lengths", [(9, 12), (12, 9)])
+def test_two_padded_sequences_are_told_apart_if_their_longest_rows_agree(lengths: Any) -> None:
+    tower, batch = ReadsBoth(), []
+    for length in lengths:
+        mask = (torch.arange(length) < torch.tensor([4, 3, 7, length])[:, None]).long()
+        batch += [torch.randint(1, 50, mask.shape) * mask, mask]
+    padded = dict.fromkeys(["query", "document"], "rows padded with 0")
+    roles = {**padded, "query_mask": "mask", "document_mask": "mask"}
+    out = GradientCache(micro_batch_size=2, roles=roles).call(tower, *batch)
+    for name, expected in tower(*batch).items():
+        torch.testing.assert_close(out[name], expected)
+
+
 class Described(nn.Module):
     """Takes images with two descriptions each."""
 

@@ -157,10 +157,8 @@ class TowerCall:
                     returned = self._function(*args, **kwargs)
                 self._buffers.collect(rows.stop - rows.start)
                 opened = self.outputs.open(returned, rows)
-                is_padded = self._micro_batches.is_padded
-                self.outputs.add(
-                    opened, rows, self._micro_batches.lengths(rows) if is_padded else {}
-                )
+                cuts = self._micro_batches.cuts(rows)
+                self.outputs.add(opened, rows, {cut: length for length, cut in cuts.items()})
                 # Without grad, no replay follows.
                 sketches = [Sketch(x) for x in opened.tensors if torch.is_grad_enabled()]
                 known = self.trained.note(opened.tensors, inputs)

@@ -64,7 +64,6 @@ class MicroBatches:
         # Clones of rows from before a write, by leaf and first row.
         self.unwritten: dict[tuple[int, int], Tensor] = {}
         self._row_lengths = _row_lengths(self._leaves, roles, batch_size)
-        self.is_padded = bool(self._row_lengths)
 
     def split(self, rows: int, count: int | None = None) -> None:
         """Set micro-batches of `rows`, or `count` of nearly equal size; before, there is one."""
@@ -141,9 +140,15 @@ class MicroBatches:
             for leaf in self._leaves
         ]
 
-    def lengths(self, rows: slice) -> dict[int, int]:
-        """Map the length that a micro-batch is cut to, to the padded length of the batch."""
-        return {max(of[rows]): length for length, of in self._row_lengths.items()}
+    def cuts(self, rows: slice) -> dict[int, int]:
+        """Map padded lengths of the batch to the lengths that a micro-batch is cut to."""
+        cuts: dict[int, int] = {}
+        for length, of in sorted(self._row_lengths.items()):
+            cuts[length] = max(of[rows])
+            # Unlike those of shorter masks, because the length of an output tells its mask.
+            while list(cuts.values()).count(cuts[length]) > 1:
+                cuts[length] += 1
+        return cuts
 
     def _rows(self, index: int, rows: slice, cut_padding: bool = True) -> Any:
         """Return rows of a leaf; if `cut_padding`, padding beyond the longest row is cut off."""
@@ -152,8 +157,7 @@ class MicroBatches:
         is_padded = role.padding is not None and isinstance(part, Tensor) and part.ndim > 1
         if not cut_padding or not is_padded:
             return part
-        of = self._row_lengths.get(part.shape[1])
-        return part if of is None else part[:, : max(of[rows])]
+        return part[:, : self.cuts(rows).get(part.shape[1])]
 
     def _micro_batch_leaf(self, index: int, rows: slice, cut_padding: bool = True) -> Any:
         leaf = self._leaves[index]
