@@ -201,8 +201,8 @@ def test_layer_whose_units_died_is_named_before_the_layers_that_get_no_gradient(
 
 
 def test_tensor_that_never_had_a_gradient_raises_no_zero_run() -> None:
-    run = Run()
-    assert silenced(run, 5000, tensor()) == []
+    assert silenced(Run(), 5000, tensor()) == []
+    assert silenced(Run(), 5000) == []  # nor if all gradients are zero
 
 
 def test_two_gradients_are_too_few_to_call_a_pause_unusual() -> None:
