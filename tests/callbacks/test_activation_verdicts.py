@@ -217,6 +217,15 @@ def test_growth_of_a_level_is_an_alarm_beyond_its_multiple(kind: str, times: flo
         assert kinds([each for verdicts in found for each in verdicts][:1]) == expected
 
 
+def test_level_that_has_stopped_growing_is_no_alarm() -> None:
+    run, row = Run(), Row(10.0, kind="output_logit", name="head")
+    for _ in range(5):
+        run.sample(row)
+    # Up and down around 400, so that the newest samples have no trend.
+    found = [run.sample(replace(row, amax=400.0 + 300 * (-1) ** at)) for at in range(40)]
+    assert found[20:] == [[]] * 20
+
+
 def test_levels_below_50_are_no_alarm() -> None:
     run = Run()
     for amax in np.geomspace(0.1, 49.0, 30).tolist():

@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+import pytest
 
 from lightning_mp.callbacks._rules.outputs import GrowthRule
 
@@ -24,6 +25,18 @@ def test_overflow_of_steady_growth_is_forecast_to_the_step() -> None:
 def test_shrinking_values_and_few_samples_have_no_forecast() -> None:
     assert forecast([5 + 0.1 * at for at in range(10)]) is None
     assert forecast([5 - 0.1 * at for at in range(4)]) is None
+    assert forecast([5 - 0.1 * at for at in range(5)]) in (999, 1000)
+
+
+@pytest.mark.parametrize("count", [5, 10])
+def test_slope_is_significant_beyond_six_standard_errors(count: int) -> None:
+    at = np.arange(count)
+    noise = np.sin(3.0 * at)
+    noise -= np.polyval(np.polyfit(at, noise, 1), at)  # without a slope of its own
+    # The standard error of a slope, with n - 2 degrees of freedom.
+    error = np.sqrt((noise**2).sum() / (count - 2) / ((at - at.mean()) ** 2).sum())
+    assert forecast((100 + noise - 5.9 * error * at).tolist()) is None
+    assert forecast((100 + noise - 6.1 * error * at).tolist()) is not None
 
 
 def test_noise_has_a_forecast_in_fewer_than_one_of_200_cases() -> None:
