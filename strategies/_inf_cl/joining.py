@@ -124,10 +124,7 @@ class JoinedBatch:
             if not role.has_rows or role.kind == "row numbers":
                 continue
             length = len(leaf.value) if _has_length(leaf.value) else 0
-            has_own_length = (
-                role.rows_per_sample == 1 and self._declared.role(leaf.path, "field") is not None
-            )
-            if has_own_length or length in {samples * role.rows_per_sample for samples in expected}:
+            if length in {samples * role.rows_per_sample for samples in expected}:
                 continue
             raise ValueError(
                 f"Gathered `{leaf.path}` with {length} rows, but its role is {str(role)!r} and the "

@@ -224,22 +224,26 @@ def test_padding_is_cut_to_the_longest_row_of_a_micro_batch(rows: int, on_left: 
         assert torch.allclose(value, wanted, rtol=1e-10, atol=1e-12)
 
 
-class ReadsBoth(Reads):
-    def forward(self, query: Any, query_mask: Any, document: Any, document_mask: Any) -> Any:
-        tokens = super().forward(query, query_mask)["tokens"]
-        return {"query": tokens, "document": super().forward(document, document_mask)["tokens"]}
+class ReadsBoth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = Reads()
+
+    def forward(self, query: Any, document: Any, table: Tensor) -> dict[str, Tensor]:
+        query, document = (self.text(**text)["tokens"] for text in (query, document))
+        return {"query": query, "document": document, "table": table}
 
 
 @pytest.mark.parametrize("lengths", [(9, 12), (12, 9)])
 def test_two_padded_sequences_are_told_apart_if_their_longest_rows_agree(lengths: Any) -> None:
-    tower, batch = ReadsBoth(), []
+    tower, texts = ReadsBoth(), []
     for length in lengths:
         mask = (torch.arange(length) < torch.tensor([4, 3, 7, length])[:, None]).long()
-        batch += [torch.randint(1, 50, mask.shape) * mask, mask]
-    padded = dict.fromkeys(["query", "document"], "rows padded with 0")
-    roles = {**padded, "query_mask": "mask", "document_mask": "mask"}
-    out = GradientCache(micro_batch_size=2, roles=roles).call(tower, *batch)
-    for name, expected in tower(*batch).items():
+        texts.append({"ids": torch.randint(1, 50, mask.shape) * mask, "attention_mask": mask})
+    table = torch.randn(4, lengths[0])  # as wide as the queries are long
+    roles = dict.fromkeys(["query", "document"], "rows padded with 0") | {"attention_mask": "mask"}
+    out = GradientCache(micro_batch_size=2, roles=roles).call(tower, *texts, table)
+    for name, expected in tower(*texts, table).items():
         torch.testing.assert_close(out[name], expected)
 
 

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,17 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
+
+
+def test_shape_check_repeats_rows_of_numpy_arrays_and_does_not_change_them() -> None:
+    def scale(x: np.ndarray) -> Tensor:
+        x *= 2
+        return torch.from_numpy(x).clone()
+
+    x = np.random.default_rng(0).random((BATCH, WIDTH))
+    expected = torch.from_numpy(2 * x)
+    assert torch.equal(GradientCache(micro_batch_size=4).call(scale, x), expected)
+    assert np.array_equal(x, expected)
 
 
 def test_shape_check_does_not_recompile_a_compiled_tower() -> None:

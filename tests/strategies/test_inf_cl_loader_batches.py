@@ -128,6 +128,7 @@ def test_gathered_batches_of_every_type_equal_those_of_a_large_loader() -> None:
         ([torch.ones(2, 3), torch.ones(2, 4)], "Pad to a fixed length"),
         ([{"x": torch.ones(2), "n": 1}, {"x": torch.ones(2), "n": 2}], "`n`, which differs"),
         ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "the same fields"),
+        ([(torch.ones(2), torch.ones(2)), (torch.ones(2), None)], r"`\[1\]` with 0 rows"),
     ],
 )
 def test_loader_batches_that_do_not_match_raise(batches: Any, message: str) -> None:

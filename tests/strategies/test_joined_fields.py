@@ -84,6 +84,11 @@ def test_undeclared_several_texts_raise_and_suggest_roles(texts: Any) -> None:
             {"positives": "row numbers of texts"},
             "no field with rows is named",
         ),
+        (
+            [0, 1, 2, 3],
+            {"positives": "row numbers of image", "image": "whole"},
+            "no field with rows is named",
+        ),
     ],
 )
 def test_wrong_row_numbers_raise(
@@ -103,6 +108,7 @@ def test_row_numbers_of_every_kind_are_shifted(kind: Any) -> None:
     batches = [{"image": torch.ones(100, 2), "positives": numbers}] * 3
     (whole,) = gather_batches(batches, 3, positives="row numbers")
     assert [int(x) for x in whole["positives"]] == list(range(300))  # 299 does not fit into int8
+    assert type(whole["positives"]) is type(numbers)
 
 
 IDS = {
@@ -179,6 +185,10 @@ def test_lists_of_token_ids_are_rows() -> None:
     }
 
 
+def test_a_list_of_strings_may_be_the_whole_batch() -> None:
+    assert list(gather_batches([["a", "b"], ["c"]], 2)) == [["a", "b", "c"]]
+
+
 def test_lists_of_columns_are_concatenated_column_by_column() -> None:
     batches = [{"names": [["a"] * n, ["b"] * n], "text": torch.rand(n, 2)} for n in (4, 2)]
     for order in (batches, batches[::-1]):
@@ -227,6 +237,9 @@ def test_sequences_of_different_lengths_are_padded_as_declared() -> None:
     assert whole["attention_mask"].dtype == torch.bool
     with pytest.raises(ValueError, match=r"roles={'tokens': 'rows padded with 0'}"):
         list(gather_batches(batches, 3, attention_mask="mask"))
+    lists = [{"tokens": [[1], [2, 3]], "n": torch.ones(2)}] * 2
+    with pytest.raises(ValueError, match=r"`tokens`, declared as .* Only tensors can be padded"):
+        list(gather_batches(lists, 2, tokens="rows padded with 9"))
 
 
 @pytest.mark.parametrize("positives", [np.arange(4), list(range(4)), torch.arange(4)])
@@ -256,7 +269,8 @@ def test_whole_value_that_only_one_loader_batch_has_raises_and_nan_is_equal_to_i
 def test_whole_field_stays_whole_in_a_short_loader_batch() -> None:
     classes, prompt = ["cat", "dog"], torch.rand(2, 3)
     sizes = (4, 4, 2)
-    batches = [{"x": torch.rand(n, 2), "classes": classes, "prompt": prompt} for n in sizes]
+    shared = {"classes": classes, "prompt": prompt, "places": torch.arange(10)}
+    batches = [{"x": torch.rand(n, 2), **shared} for n in sizes]
     first, last = gather_batches(batches, 2)
     for whole in (first, last):
         assert whole["classes"] == classes
