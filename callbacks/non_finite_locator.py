@@ -245,6 +245,8 @@ class NonFiniteLocator(InstabilityMonitor):
         if step.located or self.replays >= self.max_replays:
             return
         self.replays += 1
+        if not _is_manual(trainer):  # hooks of other monitors would measure the replay
+            self.recorder.hooks.close()
         skips, self._skips = self._skips, 0
         step.located = True
         records = [step.records[i] for i in dict.fromkeys(indices)] or step.records
@@ -258,7 +260,8 @@ class NonFiniteLocator(InstabilityMonitor):
         if follows:
             return
         eps = _lost_epsilon(trainer, found.numbers.get("dtype", ""))
-        tags += ("unchecked",) * (not self.check_gradients) + ("epsilon",) * bool(eps)
+        tags += ("unchecked",) * (not self.check_gradients) + ("epsilon",) * (eps is not None)
+        tags += ("zero",) * (eps == 0)
         # Plugins for sharded models take no `inf_clamp`.
         taken = inspect.signature(advised_plugin(trainer).__init__).parameters
         tags += ("nan",) * ("inf_clamp" not in taken)
@@ -273,12 +276,14 @@ class NonFiniteLocator(InstabilityMonitor):
 
 def _lost_epsilon(trainer: pl.Trainer, dtype: str) -> float | None:
     """Return the epsilon of a plain Adam that is 0 in the dtype of its weights, or `None`."""
-    if not dtype or isinstance(trainer.precision_plugin, ScaledPrecision):
+    if not dtype:
         return None
     zero = torch.zeros((), dtype=getattr(torch, dtype))
+    is_guarded = isinstance(trainer.precision_plugin, ScaledPrecision)  # only against rounding
     groups = [group for each in trainer.optimizers for group in each.param_groups]
     used = [g.get("eps") for g in groups if any(p.dtype == zero.dtype for p in g["params"])]
-    return next((eps for eps in used if isinstance(eps, float) and zero + eps == 0), None)
+    lost = (eps for eps in used if isinstance(eps, float) and zero + eps == 0)
+    return next((eps for eps in lost if eps == 0 or not is_guarded), None)
 
 
 def _is_manual(trainer: pl.Trainer) -> bool:

@@ -221,7 +221,11 @@ class SpikeGuard(InstabilityMonitor):
         if self.action == "stop":
             self._skipper.skip(trainer, optimizer)
             return
-        self.recorder.finish()  # no hook comes after the error
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for each in callbacks[callbacks.index(self) + 1 :]:  # no hook comes after the error
+            if isinstance(each, InstabilityMonitor):
+                each.on_before_optimizer_step(trainer, trainer.lightning_module, optimizer)
+        self.recorder.finish()
         if self._event is not None:
             facts, verdict = self._event
             alarms = (a for a in self.alarms if (a.step, a.kind) == (facts.step, verdict.kind))
@@ -257,10 +261,9 @@ class SpikeGuard(InstabilityMonitor):
     def _act(self, trainer: pl.Trainer) -> bool:
         """Act on the first event among the judged steps; return whether there is an event."""
         event = self._event
-        trainer.should_stop |= self._is_lost  # otherwise `max_steps` would not be reached
-        if event is not None and self.action == "stop":
-            trainer.should_stop = True
-        elif event is not None and self.action == "rewind":
+        # With lost weights, `max_steps` would not be reached.
+        trainer.should_stop |= self._is_lost or (event is not None and self.action == "stop")
+        if event is not None and self.action == "rewind":
             self.recorder.catch_up()  # later steps belong to weights that the rewind discards
             self._rewind(trainer, event[0])
         self._event = None

@@ -1,5 +1,6 @@
 """Finds the source of the first non-finite value in the trace of a replayed step."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -80,13 +81,17 @@ def _in_forward(trace: Trace, call: TracedCall, near_limit: float) -> Verdict:
     suspects = _suspects_before(trace, before, call, near_limit)
     buffer = _first_bad(call.own(trace.groups["buffers"]))
     plain, masks = [s for s in inputs if not s.is_mask], [s for s in inputs if s.is_masked]
+    is_narrow = any(s.limit > bad.limit for s in plain)
+    is_huge = bad.dtype != torch.float16 and any(s.amax * s.amax > s.limit for s in plain)
     keys = ["forward_passed" if given else "forward_output" if bad.path else "forward"]
     if buffer is not None:
         keys.append("buffer")
     else:
-        keys += ["inputs"] * bool(plain) + ["mask"] * bool(masks) + ["submodules"] * bool(inside)
+        keys += ["inputs"] * bool(plain) + ["narrow"] * is_narrow + ["huge"] * is_huge
+        keys += ["mask"] * bool(masks) + ["submodules"] * bool(inside)
     passed_to = "" if given is None else given.name
     found = _found(trace, "forward", keys, call.name, plain, bad, suspects, title=trace.title(call))
+    found = dataclasses.replace(found, tags=(*found.tags, *["huge"] * is_huge))
     return found.given(call=passed_to, buffer=buffer, mask=next(iter(masks), None))
 
 

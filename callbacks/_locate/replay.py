@@ -163,8 +163,18 @@ def _replayed_findings(
         failed = _saying(_UNKNOWN, "failed", name=type(error).__name__, text=text)
         seen: _Seen = failed, {}
     else:
-        seen = find_source(trace, near, scale), _difference(trace, record)
+        seen = _with_row(find_source(trace, near, scale), record), _difference(trace, record)
     return gather_objects(trainer, seen)
+
+
+def _with_row(found: Verdict | None, record: Record) -> Verdict | None:
+    """Add the first row of a batch that holds a non-finite value."""
+    named = dict(named_tensors(record.batch, "batch"))
+    bad = named.get(found.tensor or "") if found is not None and "batch" in found.tags else None
+    if found is None or bad is None or bad.is_nested or bad.layout != torch.strided or not bad.ndim:
+        return found
+    is_finite = bad.isfinite().reshape(len(bad), -1).all(1)
+    return _saying(found, "row", row=int(is_finite.int().argmin()))
 
 
 def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_steps: int) -> Trace:

@@ -74,7 +74,7 @@ class FactsRecorder(pl.Callback):
     def __init__(self) -> None:
         # Monitors save these two in checkpoints.
         self.highest_rates: dict[int, float] = {}  # by optimizer
-        self.located: Alarm | None = None  # the locator's alarm, until a loss is finite again
+        self.located: Alarm | None = None  # the locator's alarm, until a step is finite again
         self._names: dict[int, str] = {}
         self._is_changed = False  # whether the model may have new parameters
         self.hooks = ExitStack()  # until the end of the batch
@@ -320,7 +320,8 @@ class FactsRecorder(pl.Callback):
         facts = self.newest = replace(facts, **known)
         if self.now is not None and self.now.step == facts.step:
             self.now = facts
-        if not facts.skipped and facts.loss is not None and math.isfinite(facts.loss):
+        loss = math.nan if facts.loss is None else facts.loss
+        if not facts.skipped and math.isfinite(loss + (facts.gradient_norm or 0.0)):
             self.located = None
         samples = {m: Sample(facts, parts[m], own) for m, own in pending.context.items()}
         self._arrived.append((facts, samples))

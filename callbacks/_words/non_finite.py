@@ -20,6 +20,7 @@ SENTENCES = {
     "nowhere_of": "The replay of each of the {batches} accumulated batches was finite.",
     "parameter": "Parameter `{bad.path}` held {bad.kind} before the step.",
     "batch": "`{bad.path}` held {bad.kind} when it came from the data loader.",
+    "row": "The first such value is in row {row:.0f} of the batch, counted from 0.",
     "outlier": "`{path}` held {amax:.4g} when it came from the data loader, but 99.9% of its "
     "values are within {usual:.4g}. With these values clamped, the step is finite. Without the "
     "clamp:",
@@ -30,6 +31,8 @@ SENTENCES = {
     "buffer": "Its buffer `{buffer.path}` held {buffer.kind}.",
     "inputs": "Its inputs are finite: at most {largest.amax:.5g} in {largest.dtype_name} (limit "
     "{largest.limit:g}).",
+    "narrow": "These values are in {bad.dtype_name} (limit {bad.limit:g}).",
+    "huge": "Squares of such values overflow.",
     "mask": "The -inf in its input `{mask.path}` is a mask.",
     "submodules": "None of its submodules made this value.",
     "outside": "`training_step` of the root `{root}` made a loss of {bad.kind} in the forward, "
@@ -69,6 +72,8 @@ REMEDIES = {
     "non_finite, parameter, epsilon": "Adam's eps={eps:g} is 0 in {dtype}, so Adam divides by 0. "
     "Keep the weights in fp32 with `BalancedAMP()`, or train with `PureFP16()`, which preserves "
     "epsilon.",
+    "non_finite, parameter, epsilon, zero": "Adam's eps is 0, so Adam divides 0 by 0 where a "
+    "gradient is 0. Pass `eps=1e-8` to the optimizer.",
     "non_finite, parameter, unchecked": "An earlier step wrote this value, and gradient clipping "
     "does not remove NaN. Resume from an earlier checkpoint, as `SpikeGuard(action='rewind')` "
     "does, with `NonFiniteLocator(check_gradients=True)`, which names the module that makes such "
@@ -83,6 +88,8 @@ REMEDIES = {
     "softmax over a fully masked row, an overflowing exponential, or large weights. Smaller "
     "initial weights, a lower learning rate or `gradient_clip_val` keep weights "
     "small.{keep_smaller}",
+    "non_finite, forward, wide, huge": "Lower the learning rate or set `gradient_clip_val`, so "
+    "that weights stay small, and check the scale of the data.{keep_smaller}",
     # A clamp does not remove NaN.
     "non_finite, forward, nan": "Run the module in fp32 with "
     "`{plugin}(fp32_modules=[{kept}'{tensor}'])`, or train in bf16, which holds 3.4e38, with "
@@ -93,5 +100,6 @@ REMEDIES = {
     "`loss_scale=LossScaleConfig(init_scale={fitting:g}, max_scale={fitting:g})` so that the "
     "scale may fall further, or `{plugin}(half='bf16')`, which needs no loss scale.",
     "non_finite, backward, wide": "Look for the derivative of a root, norm, logarithm or quotient "
-    "at 0, and add a small number inside, as in `torch.sqrt(x + 1e-6)`.",
+    "at 0, also in terms of the loss that use a parameter directly, and add a small number "
+    "inside, as in `torch.sqrt(x + 1e-6)`.",
 }

@@ -107,7 +107,7 @@ def causes() -> Iterator[str]:
         **{"bad": both, "root": "Model", "now": nan.kind, "before": 0.693},
         **{"scale": 256.0, "fitting": 256.0, "title": "`layers.0.mlp` (MLP)", "call": "head"},
         **{"buffer": both, "largest": fine, "mask": mask, "path": "batch[0]", "amax": 1e6},
-        **{"usual": 3.1, "eps": 1e-8, "dtype": "float16", "suspects": "`up`, `norm`"},
+        **{"usual": 3.1, "eps": 1e-8, "dtype": "float16", "suspects": "`up`, `norm`", "row": 5},
         "listed": "`up` (weight 60000); `norm` (output 9)",
     }
 
@@ -138,6 +138,7 @@ def causes() -> Iterator[str]:
         *(["batch"], ["outlier"], ["parameter"], ["parameter", "epsilon", "unchecked"]),
         *(["parameter", "unchecked"], ["forward", "wide"], ["forward", "wide", "root"]),
         *(["forward"], ["forward", "root"], ["forward", "nan"], ["forward", "suspects"]),
+        *(["parameter", "epsilon", "zero"], ["forward", "wide", "huge"]),
         *(["backward", "wide", "scale"], ["backward"], ["backward", "root"]),
         ["backward", "wide", "root"],
     ):

@@ -91,6 +91,7 @@ def test_nan_of_a_half_precision_linear_with_too_large_input_is_cured_by_fp32(ki
     watch(Watched(loud, steps=8, sabotage=turn_up), [before], BalancedAMP(loss_scale=1.0))
     (alarm,) = said(before)
     assert (alarm.step, alarm.tensor) == (5, "network.2")
+    assert "in float16 (limit 65504)" in alarm.message  # the limit of its input is that of fp32
     assert "Run the module in fp32 with `BalancedAMP(fp32_modules=" in alarm.remedy
     if "NaN" in alarm.message.partition("made ")[2][:12]:
         assert "inf_clamp" not in alarm.remedy
@@ -122,6 +123,15 @@ def test_one_nan_weight_raises_one_alarm_and_the_rest_are_notes(layer: int) -> N
     assert {note.kind for note in notes} >= {"non_finite_loss", "activation_non_finite"}
     assert all(f"`network.{layer}.weight`" in note.remedy for note in notes)
     assert not any("fp16" in a.remedy or "inf_clamp" in a.remedy for a in [alarm, *notes])
+
+
+def test_replay_of_the_locator_is_not_measured_by_other_monitors() -> None:
+    counts = []
+    for locators in ([], [NonFiniteLocator()]):
+        monitor = ActivationRangeMonitor(every_n_steps=1)
+        watch(Watched(steps=21, sabotage=spoil), [monitor, *locators])
+        counts.append([a.value for a in monitor.alarms if a.kind == "activation_non_finite"])
+    assert counts[0] == counts[1]
 
 
 def test_alarm_about_skipped_steps_says_that_weights_are_unchanged() -> None:
@@ -158,6 +168,19 @@ def test_fp16_weights_under_plain_adamw_name_epsilon_as_the_cause() -> None:
     cured = NonFiniteLocator()
     watch(Watched(None, lambda p: AdamW(p, lr=1e-3), steps=8), [cured], BalancedAMP())
     assert said(cured) == []
+
+
+def test_epsilon_of_0_is_named_as_the_cause_of_nan_weights() -> None:
+    def unused(module: Any, step: int) -> None:
+        with torch.no_grad():
+            module.network[0].weight.zero_()  # so that `network.2` gets no gradient
+            module.network[0].bias.fill_(-1000.0)
+
+    for plugin in (None, BalancedAMP(half="bf16")):
+        locator, adam = NonFiniteLocator(), lambda p: AdamW(p, lr=1e-3, eps=0.0)
+        model = Watched(None, adam, steps=8, sabotage=unused)
+        watch(model, [locator], plugin)
+        assert "Pass `eps=1e-8`" in said(locator)[0].remedy
 
 
 @pytest.mark.parametrize("layer", [0, 2])

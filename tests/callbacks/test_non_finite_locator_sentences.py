@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.callbacks.non_finite_models import WIDTH, Model, locate
+from tests.callbacks.non_finite_models import WIDTH, Model, data, locate
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
 
@@ -44,6 +44,11 @@ class Mean(nn.Module):
 class Root(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.sqrt(x * 0)
+
+
+class Large(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1e25
 
 
 class Scale(nn.Module):
@@ -95,6 +100,22 @@ def test_alarm_states_what_is_finite_around_the_source(
 
     (alarm,) = locate(Model(body), max_replays=1).alarms
     assert said in re.sub(r"(?<=most |imit )[\d.e+-]+", "N", alarm.message)
+
+
+def test_large_values_whose_squares_overflow_are_blamed_on_weights_or_data() -> None:
+    def body() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, WIDTH), Large(), nn.LayerNorm(WIDTH))
+
+    (alarm,) = locate(Model(body), max_replays=1).alarms
+    assert alarm.tensor == "body.2"
+    assert "Squares of such values overflow. Lower the learning rate" in alarm.message
+
+
+def test_first_row_with_nan_in_the_batch_is_named() -> None:
+    loader = data(bad=lambda x: x[3 * 8 + 5 :, 2].fill_(torch.nan))
+    (alarm,) = locate(Model(), loader=loader, max_replays=1).alarms
+    assert (alarm.batch_idx, alarm.tensor) == (3, "batch['x']")
+    assert "The first such value is in row 5 of the batch" in alarm.message
 
 
 def test_alarm_names_the_loss_if_only_its_derivative_is_not_finite() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_mp import BalancedAMP, InstabilityError
+from lightning_mp import BalancedAMP, InstabilityError, NonFiniteLocator
 from lightning_mp.callbacks.monitor import InstabilityWarning
 from lightning_mp.callbacks.spike_guard import SpikeGuard
 from tests.callbacks.spike_models import PlantedModel, fit, kinds, make_batches
@@ -89,6 +89,16 @@ def test_training_ends_before_the_bad_step_changes_anything(
     before.check()
     assert kinds(guard) == [(BAD, KIND_OF[planted])]
     assert model.seen[-1] == BAD
+
+
+@pytest.mark.parametrize("planted", ["nan", "nan gradient"])
+def test_error_before_the_bad_step_refers_to_the_module_that_a_later_locator_names(
+    tmp_path: Path, planted: str
+) -> None:
+    locator = NonFiniteLocator()
+    guard, *_ = end(tmp_path, "raise", planted, callbacks=[locator])
+    (located,) = locator.alarms
+    assert f"at step {BAD} about `{located.tensor}`" in guard.alarms[-1].message
 
 
 @pytest.mark.slow
