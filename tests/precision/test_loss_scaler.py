@@ -290,6 +290,8 @@ def test_patience_counts_training_steps_and_requests_names_once() -> None:
     with pytest.raises(FloatingPointError, match=message):
         scaler.record(BAD, named_gradients=named)
     assert calls == [1]
+    with pytest.raises(FloatingPointError, match=r"the static loss scale of 512\. A lower scale"):
+        scaler.record(BAD)
 
 
 @pytest.mark.slow

@@ -29,11 +29,12 @@ def test_steps_without_gradients_do_not_count_toward_growth() -> None:
     assert asked == [False, False, True]  # only when a growth is due
 
 
-def test_one_optimizer_with_gradients_suffices_for_growth() -> None:
+@pytest.mark.parametrize("have", [(False, True), (True, False), (False, False)])
+def test_one_optimizer_with_gradients_suffices_for_growth(have: tuple[bool, bool]) -> None:
     scaler = LossScaler(LossScaleConfig(init_scale=4.0, growth_interval=1))
-    for has in (False, True):
+    for has in have:
         scaler.record(GOOD, has_gradient=lambda has=has: has)
-    assert scaler.update() == 2.0
+    assert scaler.update() == (2.0 if any(have) else 1.0)
 
 
 def test_unscaled_gradients_are_checked_but_not_changed() -> None:

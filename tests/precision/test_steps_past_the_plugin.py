@@ -46,6 +46,10 @@ class ByHand(OfItsOwn):
         super().__init__(**kwargs)
         self.automatic_optimization = False
 
+    def on_train_start(self) -> None:
+        for p in self.network.parameters():
+            p.grad = torch.zeros_like(p)
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.manual_backward(self.loss(batch))
         self.own.step()
@@ -191,18 +195,21 @@ class Probed(Regression):
 
     def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
+        self.own.step()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         features = self.network[0].float()(batch[0]).detach()
         loss = (self.probe.float()(features).flatten() - batch[1]).square().mean()
         self.own.zero_grad()
         loss.backward()
-        self.own.step()
+        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Optimizer:
         return SGD(self.network.parameters(), lr=0.1)
 
 
 def test_probe_with_unscaled_gradients_is_stepped() -> None:
-    """Gradients of the probe persist during the next scaled backward, which adds none."""
+    """Gradients of the probe persist during the scaled backward, which adds none."""
     plain, scaled = Probed(), Probed()
     start = parameters_of(plain.probe)
     fit(plain, None, loader(8))
