@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -144,3 +144,50 @@ def test_checkpointed_functions_read_the_copies_of_their_forward(use_reentrant: 
         fit(each, BalancedAMP(loss_scale=2.0**10), loader(4))
     assert torch.equal(parameters_of(model), parameters_of(plain))
     assert isinstance(model.network.scale, nn.Parameter)
+
+
+class Spectral(nn.Module):
+    """Filters frequencies by complex weights, and scales by float64 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+        self.gain = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(x.float()) * self.filter, n=8)
+        return self.down(torch.tanh(self.up((x * self.gain).float())))
+
+
+class Unrecorded(Regression):
+    """Records nothing, because the records are real numbers."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
+
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_complex_and_float64_parameters_train_as_in_fp32(half: Any) -> None:
+    model, reference, start = (Unrecorded(Spectral) for _ in range(3))
+    fit(reference, None, loader(8))
+    fit(model, BalancedAMP(half=half), loader(8))
+    assert {p.dtype for p in model.parameters()} == {p.dtype for p in start.parameters()}
+    for name in ("network.filter", "network.gain", "network.up.weight"):
+        end, aim, first = (m.get_parameter(name).detach() for m in (model, reference, start))
+        assert (end - aim).norm() < 16 * torch.finfo(HALVES[half]).eps * (aim - first).norm()
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_clipping_by_value_bounds_inf_where_no_loss_scale_skips_the_step(half: Any) -> None:
+    class Overflows(Regression):
+        def on_after_backward(self) -> None:
+            self.network[0].weight.grad[0, 0] = torch.inf
+
+    model = Overflows()
+    before = model.network[0].weight[0, 0].item()
+    clip = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    fit(model, BalancedAMP(half=half), loader(1), **clip)
+    moved = 0.1 * 0.5 if half == "bf16" else 0
+    assert model.network[0].weight[0, 0].item() == pytest.approx(before - moved)
