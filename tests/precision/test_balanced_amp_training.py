@@ -10,11 +10,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.precision.models import (
     Regression,
     Transformer,
     fit,
     loader,
+    norm_of,
     parameters_of,
     sequences,
 )
@@ -191,3 +194,14 @@ def test_clipping_by_value_bounds_inf_where_no_loss_scale_skips_the_step(half: A
     fit(model, BalancedAMP(half=half), loader(1), **clip)
     moved = 0.1 * 0.5 if half == "bf16" else 0
     assert model.network[0].weight[0, 0].item() == pytest.approx(before - moved)
+
+
+@pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
+def test_gradients_stay_unscaled_after_the_step_if_the_scale_grows(make_plugin: Any) -> None:
+    class Reads(Regression):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.after = norm_of([p.grad for p in self.parameters()])
+
+    model = Reads()
+    fit(model, make_plugin(loss_scale=LossScaleConfig(growth_interval=1)), loader(1))
+    assert model.after == model.gradient_norms[0]
