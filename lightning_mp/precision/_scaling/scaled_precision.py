@@ -83,7 +83,6 @@ class ScaledPrecision(MixedPrecision, ForLightning):  # `ThroughputMonitor` take
         self._in_step = False
         self._in_backward = False
         self._is_inside = False  # whether a forward is running
-        self._stepped_manually = False
         self._skip_request: Tensor | None = None
         self._skipped_on_request = False
         self._undo = contextlib.ExitStack()  # run by `teardown`, last callback first
@@ -195,8 +194,7 @@ class ScaledPrecision(MixedPrecision, ForLightning):  # `ThroughputMonitor` take
         finally:
             self._in_step = is_inner
         # At the end, so that all optimizers of a batch use the same loss scale.
-        if self._stepped_manually and not is_inner:
-            self._stepped_manually = False
+        if not is_inner:
             self._update_scale()
 
     @override
@@ -253,10 +251,8 @@ class ScaledPrecision(MixedPrecision, ForLightning):  # `ThroughputMonitor` take
         elif not steps_first:
             with self._step_of(optimizer):
                 optimizer.step(**kwargs)
-        if model.automatic_optimization:
+        if model.automatic_optimization:  # else other optimizers may step in this training step
             self._update_scale()
-        else:  # other optimizers may step in this training step
-            self._stepped_manually = True
         return result
 
     def _step_with_closure(
