@@ -162,6 +162,7 @@ STRINGS = list("abcdefgh")
         ((ROWS, np.ones(8), np.array(2.0)), {}, {"a": True, "b": True, "c": False}),
         ((ROWS, [ROWS] * 8), {}, {"a": True} | {f"b[{n}]": True for n in range(8)}),
         (([STRINGS, STRINGS],), {}, {"a[0]": True, "a[1]": True}),
+        (([["hard", "negative"]] * 8,), {"batch": ROWS}, {"a": True}),
     ],
 )
 def test_roles_of_arguments(args: Any, settings: Any, expected: dict[str, bool]) -> None:
