@@ -364,11 +364,11 @@ class SpikeGuard(InstabilityMonitor):
         mark, left_out = found
         self._runs.clear()
         undone, wanted = facts.global_step - mark.global_step, self._rewinder.rewind_steps
-        also = ("no mark",) if undone < wanted else ()
-        verdict = Verdict("rewind_to_step", mark.step, severity="info", also=also)
-        verdict = verdict.given(rewinds=self.rewinds, max_rewinds=self.max_rewinds)
-        verdict = verdict.given(undone=undone, wanted=wanted, left_out=left_out)
-        self.say(trainer, verdict.given(rate=learning_rate_of(trainer)))
+        rate = learning_rate_of(trainer)
+        tags, also = () if rate else ("no rate",), () if undone >= wanted else ("no mark",)
+        verdict = Verdict("rewind_to_step", mark.step, severity="info", tags=tags, also=also)
+        verdict = verdict.given(rewinds=self.rewinds, max_rewinds=self.max_rewinds, rate=rate)
+        self.say(trainer, verdict.given(undone=undone, wanted=wanted, left_out=left_out))
 
     # --- checkpoints -----------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class ParameterRule(Learning):
                 first, count, of = found[0], len(found), len(parameters)
                 # Read only here, because reading a tensor waits for the device.
                 rate = None if first.rate is None else float(first.rate)
-                tags = ("no rate",) if rate == 0 else ()
+                tags = ("unknown rate",) if rate is None else ("no rate",) if rate == 0 else ()
                 verdict = Verdict(kind, share, self.max_untrained, tensor=first.name, tags=tags)
                 yield verdict.given(count=count, of=of, steps=self.patience, rate=rate or 0.0)
 

@@ -214,8 +214,11 @@ def _scale_rates(trainer: pl.Trainer, factor: float) -> None:
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             names = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")
-            scaled = {name: group[name] * factor for name in names if name in group}
-            if isinstance(group["lr"], Tensor):  # in place, because a graph may have captured it
+            # Hugging Face's `Adafactor` has `lr=None` if it computes the rate itself.
+            scaled = {n: group[n] * factor for n in names if group.get(n) is not None}
+            if isinstance(
+                group.get("lr"), Tensor
+            ):  # in place, because a graph may have captured it
                 scaled["lr"] = group["lr"].copy_(scaled["lr"])
             group.update(scaled)
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]

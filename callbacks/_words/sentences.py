@@ -94,6 +94,9 @@ MESSAGES = {
     "unchanged_weights": "{count} of {of} parameters, {value:.0%} of the values that the "
     "optimizer trains, have not changed for {steps:count step} at a learning rate of "
     "{rate:.3g}, although they have gradients. The first of them is `{tensor}`.",
+    "unchanged_weights, unknown rate": "{count} of {of} parameters, {value:.0%} of the values that "
+    "the optimizer trains, have not changed for {steps:count step}, although they have gradients. "
+    "The first of them is `{tensor}`.",
     "not_optimized": "{count:count parameter} with a gradient {count:is} in no optimizer. The "
     "first of them is `{tensor}`.",
     "not_optimized, strange": "The optimizer holds {strange:count tensor} that {strange:is} not "
@@ -331,6 +334,7 @@ REMEDIES = {
     "rewind_lost": "Pass `rewind_storage='memory'` or a `dirpath` on another disk.",
     "rewind_to_step": "The learning rate is {rate:.3g} now. This was rewind {rewinds} of "
     "{max_rewinds}.",
+    "rewind_to_step, no rate": "This was rewind {rewinds} of {max_rewinds}.",
     "divergence": "Resume from a checkpoint of about step {best_step:.0f}, and lower the learning "
     "rate from there on, to {lower_rate:.3g} or less.",
     "divergence, ending": "Resume from a checkpoint of about step {best_step:.0f}, and halve the "

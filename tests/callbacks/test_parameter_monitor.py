@@ -279,7 +279,7 @@ def test_gradients_are_relative_to_weights() -> None:
         (1e-9, (), 1e-9),
         (torch.tensor(1e-9), (), pytest.approx(1e-9)),
         (torch.tensor(0.0), ("no rate",), 0.0),
-        (None, (), 0.0),  # an optimizer without learning rate
+        (None, ("unknown rate",), 0.0),  # an optimizer without learning rate
     ],
 )
 def test_weights_that_do_not_change_state_their_learning_rate(

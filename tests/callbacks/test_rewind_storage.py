@@ -210,6 +210,32 @@ def mark_step(watch: SpikeGuard, index: int) -> int:
     return said[index].step + 1 - before - (index + 1)
 
 
+class Sign(Optimizer):
+    """Steps by the sign of the gradient, at a rate that no group holds."""
+
+    def __init__(self, params: Any, **group: Any) -> None:
+        super().__init__(params, group)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(1e-3 * p.grad.sign())
+        return loss
+
+
+@pytest.mark.parametrize("group", [{"lr": None}, {}])
+def test_rewind_lowers_no_rate_of_an_optimizer_without_one(
+    tmp_path: Path, group: dict[str, Any]
+) -> None:
+    model = PlantedModel({SPIKE: "nan"}, lambda p: Sign(p, **group))
+    watch = guard(tmp_path, rewind_lr_factor=0.5)
+    fit(model, make_batches(50), watch, default_root_dir=tmp_path)
+    (rewind,) = (alarm for alarm in watch.alarms if alarm.kind == "rewind_to_step")
+    assert rewind.remedy == "This was rewind 1 of 3."
+
+
 # --- killed runs ---------------------------------------------------------------------------------
 
 
