@@ -70,17 +70,10 @@ class ShardedBalancedAMP(BalancedAMP):
 
     # All ranks must take the same decision, because a step contains collectives.
     @override
-    def _has_gradients(self, optimizer: Optimizer) -> bool:
-        return self._on_any_rank(super()._has_gradients(optimizer))
-
-    @override
     def _has_gradient_values(self, optimizer: Optimizer) -> bool:
-        return self._on_any_rank(super()._has_gradient_values(optimizer))
-
-    def _on_any_rank(self, has: bool) -> bool:
         # A rank without a shard of an optimizer's parameters follows the other ranks.
-        flag = torch.tensor(float(has), device=self._first_device())
-        return all_reduce_found_inf(flag).item() != 0
+        has = float(super()._has_gradient_values(optimizer))
+        return all_reduce_found_inf(torch.tensor(has, device=self._first_device())).item() != 0
 
     def _fp32_modules_of(self, module: nn.Module) -> dict[str, nn.Module]:
         """Return the modules with weights that must be sharded separately in fp32, by name."""

@@ -235,8 +235,6 @@ class ScaledPrecision(MixedPrecision, ForLightning):  # `ThroughputMonitor` take
         if self.scaler is None and self._steps_in_place:
             return self._step_with_closure(optimizer, model, closure, **kwargs)
         result = closure()
-        if result is None and model.automatic_optimization and not self._has_gradients(optimizer):
-            return None  # `training_step` returned None and there are no accumulated gradients
         # Before `on_before_optimizer_step` and clipping, which `_after_closure` runs.
         found_inf = self._unscaled.unscale(self.main_params(optimizer), self._first_device())
         if found_inf is not None:
@@ -341,9 +339,6 @@ class ScaledPrecision(MixedPrecision, ForLightning):  # `ThroughputMonitor` take
             # Optimizers that did not step now (GANs) hold gradients in the old scale.
             parameters = (p for each in self._ledger.optimizers for p in self.main_params(each))
             self._unscaled.follow(self.scaler.update(), parameters)
-
-    def _has_gradients(self, optimizer: Optimizer) -> bool:
-        return any(p.grad is not None for p in self.main_params(optimizer))
 
     def _has_gradient_values(self, optimizer: Optimizer) -> bool:
         return any(g.any().item() for _, g in self.named_gradients(optimizer))
