@@ -126,6 +126,8 @@ def test_gathered_batches_of_every_type_equal_those_of_a_large_loader() -> None:
     ("batches", "message"),
     [
         ([torch.ones(2, 3), torch.ones(2, 4)], "Pad to a fixed length"),
+        ([torch.ones(2, 4), torch.ones(2, 3)], "Pad to a fixed length"),
+        ([torch.ones(2), torch.arange(2)], "must have one dtype"),
         ([{"x": torch.ones(2), "n": 1}, {"x": torch.ones(2), "n": 2}], "`n`, which differs"),
         ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "the same fields"),
         ([(torch.ones(2), torch.ones(2)), (torch.ones(2), None)], r"`\[1\]` with 0 rows"),

@@ -150,12 +150,17 @@ def test_ids_of_the_data_set_are_concatenated() -> None:
         torch.tensor([2**63 + 5, 7], dtype=torch.uint64),
         torch.tensor([1j, 2j]),
         [2**64, 2**70],
+        torch.full((2,), -1),
+        torch.arange(8) - 4,
+        torch.arange(8) + 1,
     ],
     ids=lambda values: str(getattr(values, "dtype", "large")),
 )
 def test_values_that_are_no_row_numbers_are_concatenated(values: Any) -> None:
-    (whole,) = gather_batches([{"x": torch.rand(2, 2), "ids": values}] * 2, 2)
-    assert list(whole["ids"]) == [*values, *values]
+    for name in ("ids", "labels"):  # warnings are errors here
+        batches = [{"x": torch.rand(len(values), 2).bfloat16(), name: values}] * 2
+        (whole,) = gather_batches(batches, 2)
+        assert list(whole[name]) == [*values, *values]
 
 
 @pytest.mark.parametrize(
@@ -228,9 +233,12 @@ def test_sequences_of_different_lengths_are_padded_as_declared() -> None:
     lengths = (3, 5, 2)
     batches = [
         {"tokens": torch.full((4, n), n), "attention_mask": torch.ones(4, n, dtype=torch.bool)}
+        | {"tokens_length": torch.full((4,), n)}
         for n in lengths
     ]
-    (whole,) = gather_batches(batches, 3, tokens="rows padded with 9", attention_mask="mask")
+    padded = {name: "rows padded with 9" for name in ("tokens", "tokens_length")}
+    (whole,) = gather_batches(batches, 3, **padded, attention_mask="mask")
+    assert whole["tokens_length"].tolist() == [n for n in lengths for _ in range(4)]
     expected = [[n] * n + [9] * (5 - n) for n in lengths for _ in range(4)]
     assert whole["tokens"].tolist() == expected
     assert whole["attention_mask"].sum(1).tolist() == [n for n in lengths for _ in range(4)]
@@ -276,6 +284,8 @@ def test_whole_field_stays_whole_in_a_short_loader_batch() -> None:
         assert whole["classes"] == classes
         assert torch.equal(whole["prompt"], prompt)
     assert [len(whole["x"]) for whole in (first, last)] == [8, 2]
+    (declared,) = gather_batches(batches, 3, places="whole")
+    assert len(declared["x"]) == 10
     batches[1]["classes"] = ["cat", "cow"]
     with pytest.raises(ValueError, match="`classes`, which differs .* a list of 2 and a list of 2"):
         list(gather_batches(batches, 2))
