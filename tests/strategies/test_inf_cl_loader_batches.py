@@ -1,5 +1,6 @@
 """Gathered loader batches equal the batches of a large loader, and the host holds one."""
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -136,6 +137,14 @@ def test_gathered_batches_of_every_type_equal_those_of_a_large_loader() -> None:
 def test_loader_batches_that_do_not_match_raise(batches: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         list(gather_batches(batches, 2))
+
+
+def test_gathered_loader_drops_the_last_batch_and_has_the_attributes_of_its_loader() -> None:
+    loader = DataLoader(torch.arange(11), batch_size=2, drop_last=True)
+    gathered = gather_batches(loader, 2)
+    assert [batch.tolist() for batch in gathered] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    gathered.timeout = 5
+    assert (loader.timeout, copy.copy(gathered).timeout) == (5, 5)
 
 
 def test_loader_batches_of_growing_size_are_gathered() -> None:
