@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
@@ -102,8 +103,7 @@ class AdamStateMonitor(SamplingMonitor):
         names = list(dict.fromkeys(parameter_names(pl_module).values()))
         # In embeddings the RMS rises first, 1 to 8 steps before the loss (arXiv:2304.13013).
         self._first = [*embeddings, *names[:1], *names[-2:]]
-        groups = [group for each in trainer.optimizers for group in each.param_groups]
-        if not any(map(_is_of_adam, groups)):
+        if not any(map(_groups_of_adam, trainer.optimizers)):
             rank_zero_warn(usage("no_adam"))
 
     @override
@@ -112,7 +112,7 @@ class AdamStateMonitor(SamplingMonitor):
         if not self.is_due(step.facts.step):
             return None
         optimizer, found = step.optimizer, step.found
-        groups = [group for group in optimizer.param_groups if _is_of_adam(group)]
+        groups = _groups_of_adam(optimizer)
         group_of = {id(p): group for group in groups for p in group["params"]}
         chosen = [i for i, p in enumerate(found.parameters) if id(p) in group_of]
         if not is_sharded(step.trainer):
@@ -173,10 +173,18 @@ class AdamStateMonitor(SamplingMonitor):
         return first_of_each_kind(verdicts)
 
 
-def _is_of_adam(group: dict[str, Any]) -> bool:
-    # Adan and CAME have three decay rates, and CAME has two epsilons.
-    betas, eps = group.get("betas", ()), group.get("eps")
-    return len(betas) == 2 and isinstance(eps, int | float)
+def _groups_of_adam(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups whose steps are those of Adam."""
+    # LAMB, ADOPT and Prodigy keep the same states, but make other steps. D-Adaptation multiplies
+    # the learning rate by an estimate `d`. Adan and CAME have three decay rates.
+    if not any("Adam" in kind.__name__ for kind in type(optimizer).__mro__):
+        return []
+    groups = ((group, group.get("betas", ())) for group in optimizer.param_groups)
+    return [
+        group
+        for group, betas in groups
+        if len(betas) == 2 and isinstance(group.get("eps"), int | float) and "d" not in group
+    ]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, float]:

@@ -21,9 +21,9 @@ USAGE = {
     "pruned model cannot load. Pass `action='skip'`.",
     "shards_in_memory": "Passed `SpikeGuard(rewind_storage='memory')` with `{strategy}`, which "
     "loads shards from files. Pass `rewind_storage='disk'`.",
-    "no_adam": "Passed `AdamStateMonitor`, but no optimizer has two `betas` and an `eps`. It "
-    "monitors optimizers with the states of Adam. Remove the callback, or train with such an "
-    "optimizer.",
+    "no_adam": "Passed `AdamStateMonitor`, but no optimizer is Adam. The callback monitors "
+    "optimizers with `Adam` in the name of their class, two `betas` and an `eps`. Remove the "
+    "callback, or train with such an optimizer.",
     "quantized": "`AdamStateMonitor` does not measure the states {states} of `{optimizer}`, which "
     "are quantized. Train with states in fp32 to monitor them.",
     "compiled": "`ActivationRangeMonitor` cannot measure a LightningModule that is compiled as a "

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import Adam, AdamW
 
 from lightning_mp import BalancedAMP, PureFP16
 from lightning_mp.callbacks import AdamStateMonitor
@@ -282,56 +282,6 @@ def test_schedule_that_ends_near_zero_raises_no_alarm() -> None:
     watcher = monitor()
     watch(Model(steps=60), [watcher])
     assert kinds(watcher) == []
-
-
-def test_adam_monitor_warns_if_no_optimizer_is_adam() -> None:
-    watcher = monitor()
-    with pytest.warns(UserWarning, match="no optimizer has two `betas`"):
-        watch(Watched(None, lambda p: SGD(p, 0.01), steps=3), [watcher])
-    assert watcher.samples == 0
-
-
-class EightBit(SGD):
-    """Steps like SGD and keeps quantized states like bitsandbytes and torchao."""
-
-    def __init__(self, parameters: Any, keep: Any) -> None:
-        super().__init__(parameters, lr=0.01)
-        self.keep = keep
-        for group in self.param_groups:
-            group |= {"betas": (0.9, 0.999), "eps": 1e-8}
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = self.keep(parameter)
-        return loss
-
-
-def as_bitsandbytes(parameter: Tensor) -> dict[str, Any]:
-    codes = torch.zeros(parameter.shape, dtype=torch.uint8)
-    return {"step": 1, "state1": codes, "state2": codes}
-
-
-def as_torchao(parameter: Tensor) -> dict[str, Any]:
-    if parameter.numel() == 1:  # small states are not quantized
-        return {}
-    state = {"step": torch.ones(())}
-    for name in ("exp_avg", "exp_avg_sq"):
-        state[name] = torch.full_like(parameter, torch.inf)  # must not be measured
-        state[name].codes = torch.zeros(parameter.shape, dtype=torch.uint8)
-    return state
-
-
-@pytest.mark.parametrize(
-    ("keep", "names"), [(as_bitsandbytes, "state1, state2"), (as_torchao, "exp_avg, exp_avg_sq")]
-)
-def test_quantized_moments_are_skipped_with_one_warning(keep: Any, names: str) -> None:
-    watcher = monitor(every_n_steps=1)
-    with pytest.warns(UserWarning, match=f"states {names} of `EightBit`, which are quan") as told:
-        watch(Watched(None, lambda p: EightBit(p, keep), steps=6), [watcher])
-    assert len([each for each in told if "quantized" in str(each.message)]) == 1
-    assert (watcher.samples, watcher.alarms) == (0, [])
 
 
 @pytest.mark.slow
