@@ -298,8 +298,8 @@ class GradientCache:
                 "outputs": dict(zip(call.outputs.names, map(str, call.outputs.roles), strict=True)),
             }
             _log.debug("Roles in the call of the tower `%s`: %s", name, self.roles[name])
-        trained = [*call.inputs, *call.trained.leaves.values()]
-        if trained or call.trained.is_reentrant or any(call.outputs.needs_grad):
+        if any(call.outputs.needs_grad):
+            trained = [*call.inputs, *call.trained.leaves.values()]
             # The call of a sharded tower may have no other input that requires grad.
             anchor = [torch.zeros((), requires_grad=True)] if tower.sharded else []
             reached = zip(outputs, call.outputs.needs_grad, strict=True)
