@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from tests.precision.models import (
     Transformer,
     fit,
     loader,
+    make_trainer,
     norm_of,
     parameters_of,
     sequences,
@@ -205,3 +207,14 @@ def test_gradients_stay_unscaled_after_the_step_if_the_scale_grows(make_plugin: 
     model = Reads()
     fit(model, make_plugin(loss_scale=LossScaleConfig(growth_interval=1)), loader(1))
     assert model.after == model.gradient_norms[0]
+
+
+@pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
+def test_model_without_parameters_predicts(make_plugin: Any) -> None:
+    class Sums(pl.LightningModule):
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return batch[0].float().sum()
+
+    data = loader(1)
+    (total,) = make_trainer(make_plugin()).predict(Sums(), data)
+    torch.testing.assert_close(total, next(iter(data))[0].sum(), rtol=2**-9, atol=2**-4)
