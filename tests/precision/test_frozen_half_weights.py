@@ -73,7 +73,9 @@ def test_write_to_a_tensor_of_the_state_dict_counts_unless_the_weight_was_writte
 ) -> None:
     layer = nn.Linear(3, 2)
     _, weights = converted(layer)
-    layer.state_dict()["weight"].fill_(VALUE)
+    lent = layer.state_dict()["weight"]
+    assert layer.state_dict()["weight"] is lent  # so that no write is lost
+    lent.fill_(VALUE)
     if not is_last:
         with torch.no_grad():
             layer.weight.fill_(0.5)
@@ -81,3 +83,12 @@ def test_write_to_a_tensor_of_the_state_dict_counts_unless_the_weight_was_writte
     expected = torch.full((2, 3), VALUE if is_last else 0.5)
     # The residual of a weight that was written to in half stays, below half of its last bit.
     torch.testing.assert_close(weights.read(layer.weight), expected, rtol=0, atol=2.0**-13)
+
+
+def test_exposed_weights_show_writes_to_tensors_of_the_state_dict() -> None:
+    layer = nn.Linear(3, 2)
+    _, weights = converted(layer)
+    layer.state_dict()["weight"].fill_(VALUE)
+    with weights.exposed(layer):
+        layer.weight.data.add_(1)
+    assert torch.equal(weights.read(layer.weight), torch.full((2, 3), VALUE + 1))
