@@ -8,7 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
@@ -142,13 +146,30 @@ class LayerScale(nn.Module):
         return self.down(checkpoint(scaled, x, use_reentrant=self.use_reentrant))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_functions_read_the_copies_of_their_forward(use_reentrant: bool) -> None:
-    plain, model = (Regression(lambda r=r: LayerScale(r)) for r in (None, use_reentrant))
+class Whole(nn.Module):
+    """Checkpoints a block, but saves the results of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = LayerScale(None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        contexts = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+        return checkpoint(self.block, x, use_reentrant=False, context_fn=lambda: contexts)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: LayerScale(False), lambda: LayerScale(True), Whole],
+    ids=["", "reentrant", "all"],
+)
+def test_checkpointed_functions_read_the_copies_of_their_forward(make: Any) -> None:
+    plain, model = Regression(lambda: LayerScale(None)), Regression(make)
+    own = list(model.parameters())
     for each in (plain, model):
         fit(each, BalancedAMP(loss_scale=2.0**10), loader(4))
     assert torch.equal(parameters_of(model), parameters_of(plain))
-    assert isinstance(model.network.scale, nn.Parameter)
+    assert all(p is q for p, q in zip(model.parameters(), own, strict=True))
 
 
 class Spectral(nn.Module):

@@ -86,6 +86,8 @@ class WorkingCopies:
         self.writing: list[str] = []  # names of modules whose forward writes, for checkpoints
         self._writing: set[nn.Module] = set()  # those that join `_kept` at the next refresh
         self._holders: list[nn.Module] = []  # modules with weights beside their submodules
+        # Their own weights, and what replaces them in a backward.
+        self._recomputed: dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._users = ModuleUsers()
         self._steps = 0
         self._is_probing = True
@@ -170,11 +172,17 @@ class WorkingCopies:
     # --- while a module computes -----------------------------------------------------------------
 
     def _own(self, module: nn.Module, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+        served = self._recomputed.pop(module, None)
+        if served:  # a checkpointed module replaces its weights as in its first forward
+            module._parameters.update(served[0])
         swapped = self._swap([module])  # a context manager would be slower, for every layer
         try:
             return call(*args, **kwargs)
         finally:
             self._put_back([module], swapped)
+            if served:
+                module._parameters.update(served[1])
+                self._recomputed[module] = served
 
     def _whole(self, module: nn.Module, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run compiled code with the copies of all submodules, whose forwards are compiled in."""
@@ -199,21 +207,23 @@ class WorkingCopies:
         # A function that a forward has checkpointed, such as a block with a layer scale, reads
         # the weights of the module itself. Each weight has its own node: one for several weights
         # would pass `None` to those that the function does not use, and DDP counts that.
-        places = [
-            (module, name, p, _Use.apply([entry.beside], p)[0])
-            for module in self._holders
-            if module not in self._kept
-            for name, p in module._parameters.items()
-            if p is not None and (entry := self._ledger.entries.get(id(p))) and _fits(entry, p)
-        ]
-        for module, name, _, stand_in in places:
-            module._parameters[name] = stand_in
+        served: dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for module in (each for each in self._holders if each not in self._kept):
+            own, used = served[module] = {}, {}
+            for name, p in module._parameters.items():
+                entry = self._ledger.entries.get(id(p))
+                if p is not None and entry is not None and _fits(entry, p):
+                    own[name], used[name] = p, _Use.apply([entry.beside], p)[0]
+            module._parameters.update(used)
+        self._recomputed.update(served)
         try:
             yield
         finally:
-            for module, name, p, stand_in in places:
-                if module._parameters.get(name) is stand_in:
-                    module._parameters[name] = p
+            for module, (own, used) in served.items():
+                self._recomputed.pop(module, None)
+                module._parameters.update(own)
+                own.clear()  # for another thread that is in the module
+                used.clear()
 
     def _swap(self, modules: Sequence[nn.Module]) -> list[_Swapped]:
         # Under functorch's transforms, autocast casts the weights.
