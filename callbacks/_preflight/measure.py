@@ -33,7 +33,9 @@ def module_errors(runs: Runs) -> tuple[Preflight, Run, dict[str, float]]:
     """Return the errors of half precision, the run in fp32, and the noise of each gradient."""
     whole = runs.in_fp32(records=True)
     if not math.isfinite(whole.loss):
-        raise ValueError(usage("preflight_not_finite", loss=whole.loss))
+        is_lost = not all(p.isfinite().all() for p in runs.module.parameters())
+        key = "preflight_weights" if is_lost else "preflight_not_finite"
+        raise ValueError(usage(key, loss=whole.loss))
     noise = _noise(runs, whole)
     half = runs.in_half(records=True)
     is_any_compiled = any(is_compiled(module) for module in runs.module.modules())

@@ -50,7 +50,9 @@ USAGE = {
     "preflight_rank": "The step failed on another rank.",
     "preflight_no_loss": "`training_step` returned no loss.",
     "preflight_not_finite": "The loss is {loss} in fp32, too, so the cause is not half precision "
-    "in this step. Check the weights and the batch.",
+    "in this step. Check the batch.",
+    "preflight_weights": "Weights are NaN or inf before this step. An optimizer step has written "
+    "them, as with an epsilon that is 0 in half precision, which `lightning-mp doctor` finds.",
     # --- while training --------------------------------------------------------------------------
     "kept_on_disk": "`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of {size:,} "
     "bytes each on disk, {total:,} bytes in all.",

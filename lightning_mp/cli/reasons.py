@@ -7,6 +7,7 @@ not fit; the helpful line, such as "Expected a Literal['fp16', 'bf16']", is in t
 import ast
 import contextlib
 import difflib
+import inspect
 import pydoc
 import re
 import textwrap
@@ -28,6 +29,8 @@ _UNKNOWN = re.compile(r"Expected a dot import path string: (.+)")
 _NOISE = re.compile(r"Expected an? |Not a valid subclass of |Import path .+ does not correspond to")
 _CLASS_WITHOUT_NESTED = re.compile(r"\{[^{}]*'class_path': [^{}]*\}")
 _UNRECOGNIZED = "unrecognized arguments: "
+_KEY = re.compile(r"(?:(?:Subcommand '\w+'|Group '(\w+)') does not accept o|O)ption '(.+?)'")
+_PARTS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "seed_everything")
 _MAX_REASONS = 3
 
 
@@ -45,7 +48,9 @@ def explained(message: str, parser: ArgumentParser) -> str:
     if message.startswith(_UNRECOGNIZED):
         return f"{message}{_hint(message[len(_UNRECOGNIZED) :].split()[0], parser)}"
     reason = reason_of(message)
-    return message if reason is None else f"{message.strip()}\nReason: {reason}"
+    if reason is None or reason.startswith(message.strip()):
+        return reason or message
+    return f"{message.strip()}\nReason: {reason}"
 
 
 def _hint(argument: str, parser: ArgumentParser) -> str:
@@ -59,10 +64,23 @@ def _hint(argument: str, parser: ArgumentParser) -> str:
     return f". Write {' or '.join(written)}." if written else ""
 
 
+def _misspelt_key(message: str) -> str | None:
+    """Suggest a key for one that neither `fit` nor its Trainer has."""
+    if (found := _KEY.match(message)) is None:
+        return None
+    from lightning.pytorch import Trainer  # takes seconds
+
+    path = f"{found[1] or ''}.{found[2]}".strip(".").split(".")
+    names = [f"trainer.{name}" for name in inspect.signature(Trainer).parameters]
+    is_inside = path[0] == "trainer"
+    near = nearest(".".join(path[: 1 + is_inside]), names if is_inside else _PARTS)
+    return near and f"{message.strip()}. Did you mean `{near}`?"
+
+
 def reason_of(message: str) -> str | None:
     """Return the lines of an error that say what to change, or `None` for other errors."""
     if _UNION not in message and "Problem with given class_path" not in message:
-        return None
+        return _misspelt_key(message)
     found = _highest_ranked(_reasons(message.strip().splitlines()))[:_MAX_REASONS]
     return "\n".join(" -> ".join((*reason.locations, reason.text)) for reason in found)
 

@@ -26,7 +26,8 @@ def preflight(settings: dict[str, Any], steps: int = 4, dirpath: str | None = No
         raise ValueError(f"the run fails: {run.reason}{run.place}")
     # A later batch may fail, such as of weights that fp16 states have made NaN.
     if callback.failure is not None or callback.result is None:
-        raise ValueError(callback.failure or "the run has no batch.")
+        failure = callback.failure or "the run has no batch."
+        raise ValueError(failure.removesuffix(" Training continues."))
     print("\n".join([callback.text, *(f"\nNote: {note}" for note in run.notes)]))
     if callback.path is not None:
         print(f"\nThe page is {callback.path}.")

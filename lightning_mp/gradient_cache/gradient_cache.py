@@ -134,9 +134,11 @@ class GradientCache:
                 arguments of a tower if their first dimensions differ.
 
         Raises:
-            ValueError: The model has no such tower, or all towers have been called and a name in
-                `roles` matches nothing.
+            ValueError: `towers` is not a list, the model has no such tower, or all towers have been
+                called and a name in `roles` matches nothing.
         """
+        if isinstance(towers, str):
+            raise ValueError(f"Passed the name {towers!r}. Pass a list of names: [{towers!r}].")
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module  # the user's paths do not contain DDP's `module`
         self._check_finished()

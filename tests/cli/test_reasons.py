@@ -28,6 +28,7 @@ def _spec(name: str, **arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("trainer", "said"),
     [
+        ({"max_stepss": 3}, "'max_stepss'. Did you mean `trainer.max_steps`?"),
         (
             {"plugins": [_spec("BalancedAMP", half="float16")]},
             "BalancedAMP -> half -> Expected a Literal['fp16', 'bf16']. Got value: float16",
@@ -126,10 +127,22 @@ def test_value_that_a_constructor_refuses_is_printed_last(
 
 @pytest.mark.parametrize(
     "message",
-    ["Subcommand 'fit' does not accept option 'trainer.max_stepss'", "a\nb", ""],
+    ["Subcommand 'fit' does not accept option 'unknown'", "a\nb", ""],
 )
 def test_other_errors_are_printed_without_a_cause(message: str) -> None:
     assert reason_of(message) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "key"),
+    [
+        ("Subcommand 'fit' does not accept option 'trainer.max_stepss'", "trainer.max_steps"),
+        ("Group 'trainer' does not accept option 'stategy.init_args.x'", "trainer.strategy"),
+        ("Option 'modle.class_path' is not accepted", "model"),
+    ],
+)
+def test_key_of_a_config_is_suggested(message: str, key: str) -> None:
+    assert reason_of(message) == f"{message}. Did you mean `{key}`?"
 
 
 def test_error_with_an_unknown_message_is_not_ours() -> None:

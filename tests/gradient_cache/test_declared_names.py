@@ -63,6 +63,12 @@ def test_names_of_arguments_and_outputs_are_accepted() -> None:
         model.text(ROWS)
 
 
+def test_name_of_a_tower_without_a_list_is_refused() -> None:
+    cache = GradientCache(micro_batch_size=3)
+    with pytest.raises(ValueError, match=r"a list of names: \['visual'\]"):
+        cache.serving(Model(), "visual").__enter__()
+
+
 def test_check_raises_for_unmatched_names_without_serving() -> None:
     cache = GradientCache(micro_batch_size=3, roles={"tabel": "whole"})
     cache.check()  # no tower was called

@@ -43,9 +43,15 @@ class Broken(Words):
         return super().training_step(batch, batch_idx)
 
 
+class Lost(Words):
+    def on_train_start(self) -> None:
+        next(self.parameters()).data.fill_(torch.nan)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (Lost, "Weights are NaN or inf before this step"),
         (Infinite, "The loss is inf in fp32"),
         (Manual, "does not support manual optimization"),
         (Broken, "could not run the step: KeyError: 'scores'"),

@@ -123,7 +123,7 @@ def find_tower(model: nn.Module, name: str) -> Tower:
     raise ValueError(
         f"{type(model).__name__} has no submodule or method {name!r}, which `towers` contains. "
         + (f"Similar names: {near}." if near else f"Its submodules: {children}.")
-        + " Pass `towers=[...]` with dotted paths from the LightningModule, such as 'visual' or "
+        + " Pass `towers=[...]` with dotted paths from the model, such as 'visual' or "
         "'model.encode_image'."
     )
 
