@@ -151,6 +151,13 @@ def test_plain_loader_resumes_by_skipping_indices(
         _check(whole, resumed, step, is_drawn=kind in ("drawn", "subset", "weighted"))
 
 
+def test_run_that_resumed_within_an_epoch_resumes_again(tmp_path: Path) -> None:
+    whole = _fit("shuffled", tmp_path)
+    _fit("shuffled", tmp_path / "resumed", ckpt_path=tmp_path / "step=3.ckpt")
+    resumed = _fit("shuffled", None, ckpt_path=tmp_path / "resumed" / "step=4.ckpt")
+    _check(whole, resumed, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stateful", "stream"])
 def test_stateful_loader_resumes_at_the_next_batch(
