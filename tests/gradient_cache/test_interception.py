@@ -37,6 +37,15 @@ class Model(nn.Module):
         return self.tower(x)
 
 
+@pytest.mark.parametrize("name", ["", "towr", "towr.linear", "tower.", "rows.append"])
+def test_wrong_names_raise_and_suggest_others(name: str) -> None:
+    with (
+        pytest.raises(ValueError, match=f"no submodule or method {name!r}.*tower"),
+        GradientCache(micro_batch_size=4).serving(Model(), [name]),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("name", ["tower", "method", "assigned", "compiled"])
 def test_calls_are_served_inside_of_the_context_only(name: str) -> None:
     model, x = Model(), torch.randn(BATCH, WIDTH)

@@ -20,6 +20,7 @@ class Prompted(nn.Module):
         torch.manual_seed(0)
         self.linear, self.stem = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.notes: list[Tensor] = []  # never used
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.linear(x + self.prompt).tanh(), self.scale
@@ -39,6 +40,26 @@ def test_prompt_of_another_module_and_a_returned_parameter_have_exact_gradients(
     cache = GradientCache(micro_batch_size=rows, roles={"[1]": "whole"})
     found = torch.autograd.grad(tower.loss(cache.call, x), parameters)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.used(x), self.unused(x), x * 2
+
+
+def test_parameters_of_an_unused_output_get_no_gradient_and_constants_need_none() -> None:
+    tower, seen = TwoHeads(), []
+    tower.unused.bias.register_hook(lambda gradient: seen.append(gradient.norm()))
+    out = GradientCache(micro_batch_size=2).call(tower, torch.randn(BATCH, WIDTH))
+    assert [each.requires_grad for each in out] == [True, True, False]
+    (out[0] * out[2]).sum().backward()
+    assert tower.used.weight.grad is not None
+    assert tower.unused.weight.grad is None, "weight decay would act on zeros"
+    assert not any(seen)
 
 
 def test_loss_of_a_tensor_that_a_hook_keeps_raises() -> None:

@@ -108,14 +108,13 @@ def _itself(value: Any) -> Any:
 def find_tower(model: nn.Module, name: str) -> Tower:
     """Return the submodule or method of `model` with the dotted path `name`."""
     path, _, last = name.rpartition(".")
-    try:
+    owner = target = None
+    with suppress(AttributeError):
         owner = model.get_submodule(path)
-    except AttributeError:
-        owner = None
-    target = None if owner is None or not last else getattr(owner, last, None)
+        target = getattr(owner, last)
     if isinstance(target, nn.Module):
         return Tower(name, target, target.forward)
-    if owner is not None and callable(target):
+    if callable(target):
         return Tower(name, owner, target, last)
     candidates = list(_tower_names(model))
     near = difflib.get_close_matches(name, candidates, n=5, cutoff=0.5)
