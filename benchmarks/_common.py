@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.benchmark.utils.timer import timer
-from triton.testing import do_bench
 
 from lightning_mp import __version__
 from lightning_mp.plan.table import aligned
@@ -115,6 +114,8 @@ def _seconds_of_call(step: Callable[[], object]) -> float:
 
 
 def _seconds_of_many(step: Callable[[], object]) -> float:
+    from triton.testing import do_bench  # only Linux has Triton
+
     return 1e-3 * float(do_bench(step, warmup=0, rep=1e3 * _LONG_ENOUGH, return_mode="median"))
 
 
@@ -167,7 +168,7 @@ def append_rows(
 
     If rows differ only in the date and in the `measured` columns, only the last one is kept.
     """
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
     old = list(csv.DictReader(lines))
     new = [{n: "" if v is None else str(v) for n, v in row.items()} for row in rows]
     columns = list(dict.fromkeys([*(old[0] if old else ()), *columns]))
@@ -175,7 +176,7 @@ def append_rows(
     by_key = {tuple(row.get(name, "") for name in key): row for row in [*old, *new]}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")  # an interrupted run leaves the old file or the new one
-    with part.open("w", newline="") as file:
+    with part.open("w", newline="", encoding="utf-8") as file:
         # Not the CRLF of the csv module, because git tracks the files.
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         writer.writeheader()

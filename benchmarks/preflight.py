@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 import lightning_mp
 from benchmarks._weak_models import HEALTHY, LOSSES, MODELS, WEAK, WEAK_MODELS, HalfLoss
 from lightning_mp import PrecisionPreflight
+from lightning_mp.precision._scaling.scaled_precision import HALVES
 from papers.machine import cpu_name
 
 STEPS = 2
@@ -134,7 +135,8 @@ def diagnosed(name: str, weak: str | None, kind: str, half: str) -> Diagnosis:
 def remedy_of(remedy: Any) -> str:
     """Return the arguments of the plugin that a remedy changes."""
     if remedy.half is not None:
-        return f"`half={str(remedy.half).removeprefix('torch.')}`"
+        names = {dtype: name for name, dtype in HALVES.items()}
+        return f"`half: {names[remedy.half]}`"
     if remedy.loss_scale is not None:
         return "`loss_scale`"
     return " and ".join(f"`{kind}`" for kind in dict.fromkeys(kind for kind, _ in remedy.names))

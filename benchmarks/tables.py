@@ -45,7 +45,7 @@ def read(path: Path) -> list[dict[str, Any]]:
                 return kind(text)
         return text or None
 
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         return [{name: value(text) for name, text in row.items()} for row in csv.DictReader(file)]
 
 

@@ -31,7 +31,8 @@ def main() -> float:
     pl.seed_everything(0)
     model, train = Reader(), TensorDataset(*letters(FONTS[:5] + FONTS[6:]))
     plugin, callbacks = BalancedAMP(half="fp16"), [LossScaleMonitor()]
-    trainer = pl.Trainer(plugins=plugin, callbacks=callbacks, max_epochs=3, logger=False)
+    settings = {"max_epochs": 3, "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(plugins=plugin, callbacks=callbacks, **settings)
     trainer.fit(model, DataLoader(train, batch_size=64, shuffle=True))
     images, labels = letters((FONTS[5],))
     # Use the running statistics of BatchNorm.

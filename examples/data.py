@@ -49,7 +49,7 @@ def letters(fonts: tuple[str, ...] = FONTS, shifts: int = 3) -> tuple[Tensor, Te
 def text_windows(count: int, length: int = 33) -> Tensor:
     """Cut windows from this repository's README and license: ASCII codes of shape (N, T)."""
     root = Path(__file__).parents[1]
-    text = "".join((root / name).read_text() for name in ("README.md", "LICENSE"))
+    text = "".join((root / name).read_text("utf-8") for name in ("README.md", "LICENSE"))
     # ASCII only: the embeddings have 128 rows.
     codes = torch.tensor(list(text.encode("ascii", "ignore")))
     # A separate generator, so that the seed of a run does not change the data.

@@ -35,7 +35,8 @@ def main() -> float:
     model = Matcher()
     # The towers process a sixth of the batch at a time; the loss compares all 234 pairs.
     strategy = InfCLStrategy(towers=["left", "right"], micro_batch_size=39)
-    trainer = pl.Trainer(strategy=strategy, max_epochs=100, logger=False, devices=1)
+    settings = {"max_epochs": 100, "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(strategy=strategy, devices=1, **settings)
     trainer.fit(model, DataLoader(pairs, batch_size=234, shuffle=True))
     recall = ContrastiveRecall(top_k=(1,))
     left, right = (

@@ -29,7 +29,8 @@ def main() -> str:
     model.network.insert(3, Rooted())
     # bf16 has no loss scale, which would skip the step as an overflow.
     plugin = BalancedAMP(half="bf16")
-    trainer = pl.Trainer(plugins=plugin, callbacks=locator, max_epochs=1, logger=False)
+    settings = {"max_epochs": 1, "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(plugins=plugin, callbacks=locator, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InstabilityWarning)  # printed below
         trainer.fit(model, DataLoader(TensorDataset(*letters()), batch_size=64))

@@ -24,8 +24,8 @@ class CLIP(nn.Module):
         return self.loss(image, text, self.log_scale.exp())
 
 
-def train(model: CLIP, steps: int) -> None:
-    """Train on 50 pairs per rank and step."""
+def train(model: CLIP, steps: int) -> float:
+    """Train on 50 pairs per rank and step; return the last loss."""
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cache = GradientCache(micro_batch_size=16)
@@ -37,6 +37,7 @@ def train(model: CLIP, steps: int) -> None:
         loss.backward()
         optimizer.step()
     cache.check()  # on a GPU, also verifies the last replays
+    return loss.item()
 
 
 def batch(step: int, rows: int = 50) -> tuple[Tensor, Tensor]:
@@ -49,7 +50,9 @@ def batch(step: int, rows: int = 50) -> tuple[Tensor, Tensor]:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    train(CLIP(), steps=20)
+    loss = train(CLIP(), steps=20)
+    if dist.get_rank() == 0:
+        print(f"The loss of {50 * dist.get_world_size()} pairs of all ranks is {loss:.2f}.")
     # A rank that exits early may break the connections of the others.
     dist.barrier()
     dist.destroy_process_group()

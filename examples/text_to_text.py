@@ -66,12 +66,12 @@ class Names(pl.LightningDataModule):
     def __init__(self, batch_size: int = 512) -> None:
         super().__init__()
         self.batch_size = batch_size
-        # Not `hash`, whose salt differs between processes.
-        kept = {name: zlib.crc32(name.encode()) % 10 > 0 for name in aliases()}
-        self.seen, self.unseen = (
-            {name: codes for name, codes in aliases().items() if kept[name] == is_seen}
-            for is_seen in (True, False)
-        )
+        self.seen: dict[str, list[str]] = {}
+        self.unseen: dict[str, list[str]] = {}
+        for name, codes in aliases().items():
+            # Not `hash`, whose salt differs between processes.
+            split = self.seen if zlib.crc32(name.encode()) % 10 else self.unseen
+            split[name] = codes
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(Pairs(self.seen, self.batch_size), batch_size=None)

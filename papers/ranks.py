@@ -36,9 +36,8 @@ def _run_rank(
     os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
     os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "reproduce"}
     # Through a file, because another run may use the same port.
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     result = function(rank, *args)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
     dist.barrier()  # otherwise the first rank that leaves may abort the others

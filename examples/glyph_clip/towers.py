@@ -19,9 +19,9 @@ MAX_WORD_LENGTH = 24
 def jitter(image_b1HW: Tensor, strength: float) -> Tensor:
     """Vary glyphs as fonts do: size, width, slant, position and stroke weight.
 
-    Every font family draws characters a little differently, but training has only eight styles of
-    two families; without the variation a tower overfits to those drawings. With strength 1, the
-    standard deviations of width and height are 8%, that of the slant is 10%.
+    Every font family draws characters a little differently, but training has only twelve styles
+    of three families; without the variation a tower overfits to those drawings. With strength 1,
+    the standard deviations of width and height are 8%, that of the slant is 10%.
     """
     b = len(image_b1HW)
     normal_6b = torch.randn(6, b, device=image_b1HW.device) * strength

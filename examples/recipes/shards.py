@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+# The 256 bytes come first; END is the largest token, because CLIP reads features at the maximum.
 START, END = 256, 257
-VOCABULARY = (
-    258  # bytes, START and END; END is the largest, because CLIP reads features at the maximum
-)
 
 
 def tokens_of(caption: str, length: int) -> Tensor:

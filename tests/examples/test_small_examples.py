@@ -18,7 +18,7 @@ FILES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # checkpoints are written to the working directory
+    monkeypatch.chdir(tmp_path)  # the repository is not the working directory
 
 
 def test_readme_of_examples_names_them_all() -> None:
