@@ -182,6 +182,19 @@ def test_shape_check_keeps_caches_that_a_forward_replaces(grows: bool) -> None:
     torch.testing.assert_close(tower.linear.weight.grad, plain.linear.weight.grad)
 
 
+class Counts(Plain):
+    def forward(self, x: Tensor, names: list[str]) -> dict[str, Any]:  # type: ignore[override]
+        return {"features": self.linear(x), "rows": len(x), "names": names, "kind": "image"}
+
+
+def test_number_of_rows_as_an_output_raises() -> None:
+    arguments = Counts(), torch.randn(BATCH, WIDTH), ["name"] * BATCH
+    with pytest.raises(ValueError, match="`rows` of type int, which differs between micro-batches"):
+        GradientCache(micro_batch_size=4).call(*arguments)
+    out = GradientCache(micro_batch_size=4, roles={"rows": "left out"}).call(*arguments)
+    assert (out["rows"], out["names"], out["kind"]) == (None, ["name"] * BATCH, "image")
+
+
 class Flattens(Plain):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         x = self.linear(x)

@@ -123,7 +123,7 @@ class TowerCall:
         # Eager, because a compiler would specialize on these sizes.
         with undisturbed(self.device, self.module), torch.set_grad_enabled(with_grad), eager_mode():
             two, three = (
-                self.outputs.shapes(self._run(self._micro_batches.repeated(rows))[0])
+                self.outputs.values(self._run(self._micro_batches.repeated(rows))[0])
                 for rows in (2, 3)  # at least two, because BatchNorm fails on one row
             )
         for path in (path for path in two if path in three):

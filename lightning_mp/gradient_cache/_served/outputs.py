@@ -109,9 +109,14 @@ class Outputs:
         ]
         return self._tree.rebuild(leaves)
 
-    def shapes(self, returned: Any) -> dict[str, list[int]]:
+    def values(self, returned: Any) -> dict[str, Any]:
+        """Return the values that are not left out by path; of tensors, only their shapes."""
         _, leaves = self._open(returned)
-        return {leaf.path: list(leaf.value.shape) for leaf in leaves if self._is_kept(leaf)}
+        return {
+            leaf.path: leaf.value.shape if isinstance(leaf.value, Tensor) else leaf.value
+            for leaf in leaves
+            if not self._is_left_out(leaf.path)
+        }
 
     def _begin(self, opened: "OpenedOutputs", lengths: Mapping[int, int]) -> None:
         batch_size = self._arguments.batch_size
@@ -157,13 +162,17 @@ class Outputs:
         are_lists = isinstance(value, list) and isinstance(whole, list)
         if are_lists and len(whole) == rows.start and len(value) == rows.stop - rows.start:
             self._values[index] = whole + value
-        elif not is_same(whole, value):
+        else:
+            self._check_same(leaf.path, whole, value)
+
+    def _check_same(self, path: str, value: Any, other: Any) -> None:
+        if not is_same(value, other):
             raise ValueError(
-                f"The tower `{self._tower}` returned {_name_of(leaf.path)} of type "
-                f"{type(value).__name__}, which differs between micro-batches: "
-                f"{describe_value(whole)} and {describe_value(value)}. Only tensors and lists with "
+                f"The tower `{self._tower}` returned {_name_of(path)} of type "
+                f"{type(other).__name__}, which differs between micro-batches: "
+                f"{describe_value(value)} and {describe_value(other)}. Only tensors and lists with "
                 "one item per row are concatenated. Leave the output out: "
-                f"`roles={{{leaf.path!r}: 'left out'}}`."
+                f"`roles={{{path!r}: 'left out'}}`."
             )
 
     def _open(self, returned: Any) -> tuple[Tree, list[Tree]]:
@@ -207,8 +216,12 @@ class Outputs:
             self._raise_shape_error(path, tensor.shape, f"{expected} rows were expected")
         return role
 
-    def check_rows(self, path: str, two: Sequence[int], three: Sequence[int]) -> None:
-        """Raise if an output is not one of rows, by its shapes for two and for three rows."""
+    def check_rows(self, path: str, two: Any, three: Any) -> None:
+        """Raise if an output is not one of rows, by its `values` for two and for three rows."""
+        if not isinstance(two, torch.Size):
+            if not isinstance(two, list):
+                self._check_same(path, two, three)  # such as a number of rows
+            return
         role = self._declared_role(path)
         if role is not None and not role.has_rows:
             return
