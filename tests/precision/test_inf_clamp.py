@@ -268,6 +268,7 @@ def test_deep_copy_clamps_below_dropout_and_first_outputs_as_the_model_does() ->
     assert torch.equal(twin(x)[0], model(x)[0])
     assert twin[0].fc2(x).max() == LIMIT
     assert twin(x)[1].tolist() == [-INF]
+    assert twin.eval()[0].fc2(x).max() > LIMIT  # no dropout follows
 
 
 def test_pickled_clamped_model_clamps() -> None:

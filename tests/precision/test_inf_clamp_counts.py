@@ -1,5 +1,7 @@
 """`InfClamp` counts the values that it clamps."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -104,6 +106,16 @@ def test_loaded_counts_continue_by_name_before_or_after_attach() -> None:
     late.attach(overflowing()).load_state_dict(state)
     assert early.counted() == late.counted() == {"0": 0, "1": 0, "1.fc2": one[1]}
     assert early.attach(overflowing()).counts().sum() == 0
+    assert late.attach(overflowing()).counts().sum() == 0
+
+
+def test_counts_of_a_model_on_the_meta_device_follow_it() -> None:
+    source = overflowing()
+    model = copy.deepcopy(source).to("meta")
+    clamp = InfClamp(["Linear"]).attach(model)
+    model.to_empty(device="cpu").load_state_dict(source.state_dict())
+    model(batch())
+    assert clamp.counts().tolist() == clamped_once(source, InfClamp(["Linear"]).attach(source))
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
