@@ -15,7 +15,7 @@ def converted(
     """Convert a layer, and load another state into it."""
     weights = HalfWeights(torch.float16, write_back)
     weights.convert(layer)
-    state = {name: torch.full_like(p, VALUE).float() for name, p in layer.named_parameters()}
+    state = {name: torch.full(p.shape, VALUE) for name, p in layer.named_parameters()}
     return state, weights
 
 
@@ -83,6 +83,45 @@ def test_write_to_a_tensor_of_the_state_dict_counts_unless_the_weight_was_writte
     expected = torch.full((2, 3), VALUE if is_last else 0.5)
     # The residual of a weight that was written to in half stays, below half of its last bit.
     torch.testing.assert_close(weights.read(layer.weight), expected, rtol=0, atol=2.0**-13)
+
+
+def test_step_starts_from_a_value_that_was_written_after_the_forward() -> None:
+    layer = nn.Linear(3, 2)
+    _, weights = converted(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer.state_dict()["weight"].fill_(VALUE)
+    layer.weight.grad = torch.full((2, 3), -1.0)
+    with weights.stepping(optimizer):
+        optimizer.step()
+    assert torch.equal(weights.read(layer.weight), torch.full((2, 3), VALUE + 1))
+
+
+def test_partial_states_load_and_wrong_shapes_are_refused_as_in_torch() -> None:
+    layer = nn.Linear(3, 2)
+    layer.register_parameter("wide", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    state, weights = converted(layer)
+    layer.state_dict()["bias"].fill_(VALUE)
+    layer.load_state_dict({name: state[name] for name in ("weight", "wide")}, strict=False)
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight: copying a param"):
+        layer.load_state_dict({"weight": torch.ones(4, 3)}, strict=False)
+    weights.settle()
+    weights.release()
+    assert [p.dtype for p in layer.parameters()] == [torch.float32, torch.float32, torch.float64]
+    assert all((p == VALUE).all() for p in layer.parameters())
+
+
+def test_single_writes_and_writes_to_scalars_are_not_warned_of() -> None:
+    holder = nn.Module()
+    holder.scale = nn.Parameter(torch.tensor(2.0))
+    holder.codes = nn.Parameter(torch.ones(3), requires_grad=False)
+    weights = HalfWeights(torch.float16)
+    weights.convert(holder)
+    with torch.no_grad():
+        weights.settle()
+        holder.codes.fill_(0.5)
+        for _ in range(3):
+            holder.scale.clamp_(max=1)
+            weights.settle()  # a warning is an error in tests
 
 
 def test_exposed_weights_show_writes_to_tensors_of_the_state_dict() -> None:

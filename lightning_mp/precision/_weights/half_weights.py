@@ -236,7 +236,6 @@ class HalfWeights:
                     rest = split_weight(loaded.detach().float(), self.half)[1]
                     self._set_residual(parameter, rest.to(parameter.device))
                 self._ledger.open(parameter).stamp = None  # torch writes the weight next
-                self._lent.pop(parameter, None)
 
     def narrow_gradients(self) -> None:
         """Cast accumulated gradients to half."""
@@ -268,10 +267,8 @@ class HalfWeights:
     def attach(self, optimizer: Optimizer) -> None:
         """Keep the state of an optimizer in fp32, also when it is loaded."""
         # `Optimizer.load_state_dict` casts states to the dtype of their parameter, such as Adam's
-        # second moments to fp16. `SafeAdamW` does not, and uses the residuals of this class.
+        # second moments to fp16. `SafeAdamW` does not, and gets the residuals in `stepping`.
         if isinstance(optimizer, SafeAdamW):
-            self._share(optimizer)
-            self._undo.callback(optimizer.register_load_state_dict_post_hook(self._share).remove)
             return
         for parameter, state in optimizer.state.items():
             if parameter in self._ledger:
