@@ -66,7 +66,9 @@ class CourseRule(Learning):
         if loss is not None and math.isfinite(loss):
             self._losses.append(loss)
             if len(self._losses) == _FIRST and "start" not in known:
-                known["start"] = known["best"] = statistics.median_low(self._losses)
+                start, first = statistics.median_low(self._losses), self._losses[0]
+                # If the learning rate is far too high, the first step alone multiplies the loss.
+                known["start"] = known["best"] = first if 0 < 2 * first < start else start
                 known["best_step"] = step
         if norm is not None and 0 < norm < math.inf:
             self._norms.append(norm)

@@ -75,6 +75,16 @@ def test_rise_at_the_start_must_exceed_the_unknown_noise_by_more() -> None:
         assert ("divergence" in kinds(loss)) == is_found
 
 
+def test_loss_that_the_first_step_multiplies_is_judged_by_its_first_value() -> None:
+    noise = np.random.default_rng(5).standard_normal(200)
+    for first, expected in ((3.3, {"stalled_loss", "divergence"}), (0.6, set()), (0.0, set())):
+        # At a learning rate that is far too high, and a first batch that is an easy one.
+        level = 30 + 3 * noise if expected else 1 + 0.3 * noise
+        loss = np.concatenate([[first], level])
+        assert kinds(loss) <= expected
+        assert bool(kinds(loss)) == bool(expected)
+
+
 @pytest.mark.slow
 def test_healthy_streams_of_1500_steps_raise_no_alarm() -> None:
     """Noise of many kinds, steep starts, swings, and jumps to harder data; 20 streams of each."""
