@@ -220,8 +220,8 @@ class EarlierCalls:
 def _check_order(first: Tree, rows: int | None) -> None:
     """Raise for a sequence of shape (L, B, D), whose micro-batches would be parts of sequences."""
     shape = list(getattr(first.value, "shape", ()))
-    # Several views or texts per row may be as long as a step has rows.
-    if rows and len(shape) == 3 and shape[1] == rows and shape[0] % rows:
+    # Of several views per row, or of one sound per five captions, a width may be that number.
+    if rows and len(shape) == 3 and shape[1] == rows and shape[0] % rows and rows % shape[0]:
         raise ValueError(
             f"Passed `{first.path}` of shape {shape} to a tower, in a step with {rows} rows. Pass "
             "sequences as (rows, length, width), with `batch_first=True`. If the first dimension "
