@@ -308,8 +308,7 @@ def _shield_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
     if len(saved_groups) == len(optimizer.param_groups):  # torch raises otherwise
         # Options that a state of `torch.optim.AdamW` lacks keep their current value.
         saved_groups = [
-            {**{k: v for k, v in ours.items() if k != "params"}, **saved}
-            | {name: ours[name] for name in _MACHINE_OPTIONS}
+            {**ours, **saved, **{name: ours[name] for name in _MACHINE_OPTIONS}}
             for ours, saved in zip(optimizer.param_groups, saved_groups, strict=True)
         ]
         for group in saved_groups:

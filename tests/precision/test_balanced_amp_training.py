@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from lightning_mp.optim.safe_adamw import SafeAdamW
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
@@ -239,3 +240,12 @@ def test_model_without_parameters_predicts(make_plugin: Any) -> None:
     data = loader(1)
     (total,) = make_trainer(make_plugin()).predict(Sums(), data)
     torch.testing.assert_close(total, next(iter(data))[0].sum(), rtol=2**-9, atol=2**-4)
+
+
+@pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
+@pytest.mark.parametrize("make", [AdamW, SafeAdamW])
+def test_empty_parameter_groups_are_no_error(make: Any, make_plugin: Any) -> None:
+    model = Regression(make_optimizer=lambda p: make([{"params": []}, {"params": list(p)}]))
+    start = parameters_of(model)
+    fit(model, make_plugin(), loader(2))
+    assert not torch.equal(parameters_of(model), start)
