@@ -200,6 +200,13 @@ def test_auto_on_cuda_doubles_rows_until_memory_runs_out(small_gpu: Any, rows: i
     assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_auto_on_cuda_keeps_two_rows_if_the_rest_of_a_step_does_not_fit(small_gpu: Any) -> None:
+    with small_gpu(BESIDE // 2):
+        cache = GradientCache(micro_batch_size="auto", device=DEVICE, prefetch=0)
+        cache.call(Tower(), batch().pin_memory())
+        assert cache.micro_batch_sizes == {"Tower": 2}
+
+
 def test_auto_on_cuda_takes_the_whole_batch_if_it_fits(small_gpu: Any) -> None:
     with small_gpu(2**40) as gpu:
         cache, tower = GradientCache(micro_batch_size="auto", device=DEVICE), Tower()

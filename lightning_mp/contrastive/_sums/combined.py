@@ -65,7 +65,7 @@ def _matrices(plan: Plan) -> list[LogitMatrix]:
     def of(plan: Plan = rows, **changed: Any) -> Plan:
         return dataclasses.replace(plan, request=dataclasses.replace(request, **changed))
 
-    if request.hardness and plan.has_terms.rows:
+    if request.hardness:
         # In the state dtype, because a scale of 100 in bf16 would round a hardness of 0.1 away.
         harder = plan.scale + request.hardness
         matrices = [LogitMatrix(of(scale=harder, directions="image_to_text"))]
