@@ -53,7 +53,9 @@ def has_second_moments(optimizer: Optimizer, parameter: Tensor) -> bool:
 
 def quantized_states(optimizer: Optimizer) -> list[str]:
     """Return the names of 8-bit states, which cannot be read directly."""
-    return next(filter(None, map(_quantized_in, optimizer.state.values())), [])
+    # MADGRAD keeps a tensor of its own among the states of parameters.
+    states = (state for p, state in optimizer.state.items() if isinstance(p, Tensor))
+    return next(filter(None, map(_quantized_in, states)), [])
 
 
 def _quantized_in(state: dict[str, Any]) -> list[str]:

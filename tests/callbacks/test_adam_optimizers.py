@@ -38,7 +38,15 @@ class AdaptedAdam(Scaled):
         super().__init__(parameters, d=0.001)
 
 
-@pytest.mark.parametrize("make", [lambda p: SGD(p, 0.01), Scaled, AdaptedAdam])
+class Counting(SGD):
+    """Keeps a tensor of its own among the states of parameters, like MADGRAD."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.state["k"] = torch.zeros(1)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("make", [lambda p: SGD(p, 0.01), Scaled, AdaptedAdam, Counting])
 def test_adam_monitor_warns_if_no_optimizer_is_adam(make: Any) -> None:
     watcher = AdamStateMonitor(every_n_steps=5)
     with pytest.warns(UserWarning, match="no optimizer is Adam"):
