@@ -154,6 +154,9 @@ class InstabilityMonitor(Learning, pl.Callback):
         """Return verdicts on an observation; called on the host, one or two steps later."""
         return []
 
+    def _before_error(self) -> None:
+        """Called on all ranks before a monitor raises an error on the current step."""
+
     @property
     def alarms(self) -> list[Alarm]:
         """The alarms raised so far, oldest first."""

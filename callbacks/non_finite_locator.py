@@ -165,6 +165,13 @@ class NonFiniteLocator(InstabilityMonitor):
             self._skipper.skip(trainer, optimizer)
 
     @override
+    def _before_error(self) -> None:
+        trainer, step = self.recorder.trainer, self._step
+        if trainer is not None and step is not None and step.scale is not None:
+            self.recorder.drain()
+            self._judge(trainer, step, is_skipped=True)
+
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = self._step
         if step is None:

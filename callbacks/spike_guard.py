@@ -221,11 +221,7 @@ class SpikeGuard(InstabilityMonitor):
         if self.action == "stop":
             self._skipper.skip(trainer, optimizer)
             return
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        for each in callbacks[callbacks.index(self) + 1 :]:  # no hook comes after the error
-            if isinstance(each, InstabilityMonitor):
-                each.on_before_optimizer_step(trainer, trainer.lightning_module, optimizer)
-        self.recorder.finish()
+        self.recorder.finish_before_error(self, optimizer)
         if self._event is not None:
             facts, verdict = self._event
             alarms = (a for a in self.alarms if (a.step, a.kind) == (facts.step, verdict.kind))

@@ -115,6 +115,16 @@ class FactsRecorder(pl.Callback):
             self._submit(self.trainer)
         self.catch_up()
 
+    def finish_before_error(self, monitor: Any, optimizer: Optimizer) -> None:
+        """Judge the current step, on which a monitor raises an error; no hook comes after it."""
+        monitors: list[Any] = self._monitors
+        for each in monitors[monitors.index(monitor) + 1 :]:
+            module = self.trainer and self.trainer.lightning_module
+            each.on_before_optimizer_step(self.trainer, module, optimizer)
+        for each in monitors:
+            each._before_error()
+        self.finish()
+
     def catch_up(self, *, waits: bool = True) -> None:
         """Judge the steps that have arrived and raise their alarms; wait for pending copies."""
         for each in self._readback.drain() if waits else self._readback.ready():

@@ -183,3 +183,23 @@ def test_skip_ends_all_ranks_if_the_weights_of_one_are_lost() -> None:
     first, second = run_ranks(lose, 2)
     assert first == second
     assert first[0][-1][1] == "non_finite_run"
+
+
+def raise_error(rank: int) -> str:
+    warnings.simplefilter("ignore")
+    guard, plugin = quick(action="raise"), BalancedAMP(loss_scale=64.0, device="cpu")
+    model = PlantedModel({BAD: "nan"} if rank == 1 else {})
+    options = {"devices": 2, "strategy": "ddp", "plugins": [plugin]}
+    with pytest.raises(InstabilityError) as caught:
+        fit(model, make_batches(120), guard, NonFiniteLocator(), **options)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_error_refers_to_the_locator_although_ranks_with_a_loss_scale_agree_after_the_step() -> (
+    None
+):
+    first, second = run_ranks(raise_error, 2)
+    assert first == second
+    assert "rank 1: The loss is NaN." in first
+    assert f"alarm of `NonFiniteLocator` at step {BAD} about `PlantedModel`" in first
