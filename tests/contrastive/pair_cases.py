@@ -51,6 +51,7 @@ class PairCase:
 
     def multi_positive(self) -> None:
         ids = torch.randint(-self.b // 3, self.b // 3, (self.n,), generator=self.generator) * 2**40
+        ids[-1] = 2**62  # larger than any id of an image, if there are more texts
         self.setup["duplicates"], self.call["ids"] = "multi_positive", ids
         self.match = ids[self.own, None] == ids
         self._weight_own_texts(torch.ones(self.b))
