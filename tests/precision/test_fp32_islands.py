@@ -10,9 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp import BalancedAMP
+from lightning_mp import BalancedAMP, PureFP16
 from lightning_mp.precision._weights.half_module import compute_in_fp32, outermost
-from tests.precision.models import Regression, fit, loader, perceptron
+from tests.precision.models import (
+    Regression,
+    fit,
+    loader,
+    parameters_of,
+    perceptron,
+    relative,
+)
 
 
 class _Notes(Regression):
@@ -221,3 +228,36 @@ def test_pickled_model_with_fp32_modules_is_a_plain_model() -> None:
     assert str(inspect.signature(module[0].forward)) == "(input: torch.Tensor) -> torch.Tensor"
     x = torch.ones(2, 8)
     assert torch.equal(pickle.loads(pickle.dumps(module))(x), module(x))
+
+
+class Router(nn.Linear):
+    """Adds an auxiliary loss to a list, and counts its calls in a dictionary."""
+
+    def forward(self, x: Tensor, losses: list[Tensor], calls: dict[str, int]) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        losses.append(y.float().square().mean())
+        calls["router"] = calls.get("router", 0) + 1
+        return y
+
+
+class Routed(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList([Router(8, 8), Router(8, 8)])
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        losses: list[Tensor] = []
+        calls: dict[str, int] = {}
+        x = batch[0]
+        for router in self.routers:
+            x = router(x, losses, calls=calls)
+        assert calls == {"router": 2}
+        return super().loss([x, batch[1]]) + sum(losses)
+
+
+@pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
+def test_fp32_modules_add_to_the_containers_that_they_are_given(make_plugin: Any) -> None:
+    model, reference, start = Routed(), Routed(), Routed()
+    fit(reference, None, loader(4))
+    fit(model, make_plugin(fp32_modules=["Router"]), loader(4))
+    assert relative(model, reference, parameters_of(start)) < 2**-7

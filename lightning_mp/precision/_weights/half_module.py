@@ -77,7 +77,7 @@ def _in_fp32(original: Callable[..., Any] | None) -> Callable[..., Any]:
         own = itertools.chain(module.parameters(), module.buffers(), tensors_in((args, kwargs)))
         first = next(own, None)
         with torch.autocast("cpu" if first is None else first.device.type, enabled=False):
-            args, kwargs = cast_castable((args, kwargs), torch.float32)
+            args, kwargs = _cast_arguments(args, kwargs, torch.float32)
             if original is not None:
                 return original(*args, **kwargs)
             # Not a bound method, which would use the weights of the original in a copy.
@@ -104,7 +104,7 @@ def cast_at_borders(
     """Cast inputs of modules to dtype `inside` and outputs to dtype `outside`, until `undo`."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_castable(args, inside), cast_castable(kwargs, inside)
+        return _cast_arguments(args, kwargs, inside)
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         return cast_castable(output, outside)
@@ -112,6 +112,15 @@ def cast_at_borders(
     for module in modules:
         undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         undo.callback(module.register_forward_hook(leave).remove)
+
+
+def _cast_arguments(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    def cast(value: Any) -> Any:
+        # A module may add to a list, for example of auxiliary losses, so it gets the list itself.
+        is_cast = dtypes_of(value, torch.is_floating_point) <= {dtype}
+        return value if is_cast else cast_castable(value, dtype)
+
+    return tuple([cast(value) for value in args]), {k: cast(v) for k, v in kwargs.items()}
 
 
 def is_border_cast(hook: Callable[..., Any]) -> bool:
