@@ -147,3 +147,9 @@ def test_help_explains_the_arguments_of_the_cache(strategy: type) -> None:
         assert words in said
     assert "--strategy.device DEVICE" not in said
     assert "--strategy.context" not in said
+
+
+def test_validation_needs_no_towers() -> None:
+    strategy = InfCLStrategy(towers=["missing"])
+    (logged,) = make_trainer(strategy).validate(TinyCLIP(), loader(8, 4), verbose=False)
+    assert logged["val_loss"] > 0
