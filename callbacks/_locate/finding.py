@@ -110,7 +110,9 @@ def _outside(trace: Trace, near_limit: float, masked: list[TracedCall]) -> Verdi
     suspects = _suspects_before(trace, before, None, near_limit)
     keys = ["outside_passed" if bad_input else "outside", *["outputs"] * bool(outputs)]
     passed_to = "" if bad_input is None else bad_input.name
-    return _found(trace, "forward", keys, "", outputs, bad, suspects, call=passed_to)
+    found = _found(trace, "forward", keys, "", outputs, bad, suspects, call=passed_to)
+    is_half = any(s.dtype == torch.float16 for s in outputs)
+    return dataclasses.replace(found, tags=(*found.tags, *["half"] * is_half))
 
 
 # --- the backward --------------------------------------------------------------------------------

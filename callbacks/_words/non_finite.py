@@ -5,6 +5,10 @@ Keys are those of `sentences.py`.
 
 __all__ = ["MESSAGES", "REMEDIES", "SENTENCES", "SHARED"]
 
+_WIDE = (
+    "Look for a division by 0 (as of a cross-entropy without labels), a logarithm or root of 0 or "
+    "less, a softmax over a fully masked row, an overflowing exponential, or large weights."
+)
 # What has failed; sentences about the source follow.
 MESSAGES = {
     "non_finite": "The loss is not finite.",
@@ -84,10 +88,10 @@ REMEDIES = {
     "`{plugin}(fp32_modules=[{kept}'{tensor}'])`, train in bf16, which holds 3.4e38, with "
     "`{plugin}(half='bf16')`, or clamp the module's output with "
     "`{plugin}(inf_clamp=[{clamped}'{tensor}'])`.{keep_smaller}",
-    "non_finite, forward, wide": "Look for a division by 0, a logarithm or root of 0 or less, a "
-    "softmax over a fully masked row, an overflowing exponential, or large weights. Smaller "
-    "initial weights, a lower learning rate or `gradient_clip_val` keep weights "
-    "small.{keep_smaller}",
+    "non_finite, forward, wide": f"{_WIDE} Smaller initial weights, a lower learning rate or "
+    "`gradient_clip_val` keep weights small.{keep_smaller}",
+    "non_finite, forward, wide, half": f"{_WIDE} Sums and products of fp16 outputs in this code "
+    "overflow at 65504: convert the outputs with `.float()` first.{keep_smaller}",
     "non_finite, forward, wide, huge": "Lower the learning rate or set `gradient_clip_val`, so "
     "that weights stay small, and check the scale of the data.{keep_smaller}",
     # A clamp does not remove NaN.

@@ -139,6 +139,7 @@ def causes() -> Iterator[str]:
         *(["parameter", "unchecked"], ["forward", "wide"], ["forward", "wide", "root"]),
         *(["forward"], ["forward", "root"], ["forward", "nan"], ["forward", "suspects"]),
         *(["parameter", "epsilon", "zero"], ["forward", "wide", "huge"]),
+        ["forward", "wide", "root", "half"],
         *(["backward", "wide", "scale"], ["backward"], ["backward", "root"]),
         ["backward", "wide", "root"],
     ):

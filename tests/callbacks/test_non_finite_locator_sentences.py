@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_mp import BalancedAMP
 from tests.callbacks.non_finite_models import WIDTH, Model, data, locate
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
@@ -109,6 +110,18 @@ def test_large_values_whose_squares_overflow_are_blamed_on_weights_or_data() -> 
     (alarm,) = locate(Model(body), max_replays=1).alarms
     assert alarm.tensor == "body.2"
     assert "Squares of such values overflow. Lower the learning rate" in alarm.message
+
+
+@pytest.mark.parametrize("plugin", [None, BalancedAMP(half="fp16", loss_scale=1.0, device="cpu")])
+def test_code_of_the_loss_may_overflow_on_half_precision_outputs(
+    plugin: BalancedAMP | None,
+) -> None:
+    model = Model(
+        lambda: nn.Linear(8, WIDTH), loss_of=lambda out, _: (out - out.detach()).log().sum()
+    )
+    alarm = locate(model, plugin, max_replays=1).alarms[0]
+    assert "a division by 0 (as of a cross-entropy without labels)" in alarm.remedy
+    assert ("Sums and products of fp16 outputs" in alarm.remedy) == (plugin is not None)
 
 
 def test_first_row_with_nan_in_the_batch_is_named() -> None:
