@@ -88,6 +88,16 @@ def test_exception_in_a_forward_restores_the_weights(attached: Any) -> None:
     assert len(own) == 4
 
 
+def test_write_between_two_forwards_reaches_the_copies(attached: Any) -> None:
+    layer = nn.Linear(6, 2)
+    attached(layer)
+    first = run(layer, X)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+        layer.bias.mul_(2)
+    assert torch.equal(run(layer, X), 2 * first)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointed_modules_have_the_gradients_of_plain_modules(
     use_reentrant: bool, attached: Any
