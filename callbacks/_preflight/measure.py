@@ -15,8 +15,7 @@ from torch import Tensor
 from lightning_mp.callbacks._preflight.result import ModuleError, Preflight, ranked
 from lightning_mp.callbacks._preflight.runs import Run, Runs
 from lightning_mp.callbacks._words.usage import usage
-from lightning_mp.gradient_cache._served.arguments import is_array, rows_of
-from lightning_mp.gradient_cache._served.trees import open_tree
+from lightning_mp.gradient_cache._served.arguments import is_array, open_tree, rows_of
 from lightning_mp.numerics.floats import HALF_DTYPES, ulps
 from lightning_mp.precision._weights.half_module import is_compiled
 

@@ -17,14 +17,18 @@ from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp._nested import map_tensors
-from lightning_mp.gradient_cache._served.arguments import Arguments, EarlierCalls, rows_of
+from lightning_mp.gradient_cache._served.arguments import (
+    Arguments,
+    EarlierCalls,
+    open_tree,
+    rows_of,
+)
 from lightning_mp.gradient_cache._served.auto_size import find_micro_batch_size
 from lightning_mp.gradient_cache._served.autograd import attach_replay
 from lightning_mp.gradient_cache._served.call import Replayed, TowerCall, check_no_transform
 from lightning_mp.gradient_cache._served.roles import DeclaredRoles
 from lightning_mp.gradient_cache._served.sharding import is_alone, reduce_remaining, set_reduction
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower, modules_of
-from lightning_mp.gradient_cache._served.trees import open_tree
 from lightning_mp.numerics.async_readback import AsyncReadback
 
 __all__ = ["CHECKS", "GradientCache"]

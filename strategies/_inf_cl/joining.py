@@ -15,14 +15,15 @@ from torch import Tensor
 
 from lightning_mp._argument_values import shown
 from lightning_mp.gradient_cache._served.arguments import (
+    Tree,
     describe_value,
     has_rows_of_numbers,
     is_array,
     is_same,
+    open_tree,
     prune_lists_of_rows,
 )
 from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, DeclaredRoles, Role, is_named
-from lightning_mp.gradient_cache._served.trees import Tree, open_tree
 
 __all__ = ["JoinedBatch", "field_roles", "local_ids", "open_batch"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import _common, _contenders
+from benchmarks import _contenders
 from benchmarks._contenders import Case, autocast_formula, dense_formula
 from benchmarks.contrastive_loss import main
 from tests.benchmarks.rehearsing import read
@@ -60,7 +60,7 @@ def cuda(monkeypatch) -> Counter:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)  # for torch's timer
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.accelerator, name, lambda *_, name=name: calls.update([name]))
-    monkeypatch.setattr(_common, "do_bench", lambda step, **_: step() and 0.1 or 0.1)
+    monkeypatch.setattr("triton.testing.do_bench", lambda step, **_: step() and 0.1 or 0.1)
     with _CudaTensorsOnCpu():
         yield calls
 

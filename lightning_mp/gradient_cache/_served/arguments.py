@@ -4,28 +4,62 @@ import contextlib
 import dataclasses
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
+from lightning_mp._nested import open_container
 from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, DeclaredRoles, Role
 from lightning_mp.gradient_cache._served.towers import Tower
-from lightning_mp.gradient_cache._served.trees import Tree, open_call, open_tree
 
 __all__ = [
     "Arguments",
     "EarlierCalls",
+    "Tree",
     "describe_value",
     "has_rows_of_numbers",
     "is_array",
     "is_same",
+    "open_tree",
     "prune_lists_of_rows",
     "rows_of",
 ]
+
+
+@dataclasses.dataclass(slots=True)
+class Tree:
+    """A nested value: a container with its children, or a leaf."""
+
+    path: str  # such as `batch.pixel_values` or `images[0]`
+    value: Any
+    children: "list[Tree] | None" = None  # `None` for a leaf
+    close: Callable[[list[Any]], Any] = list  # returns a container of the same type
+
+    @property
+    def leaves(self) -> "list[Tree]":
+        if self.children is None:
+            return [self]
+        return [leaf for child in self.children for leaf in child.leaves]
+
+    def prune(self, is_leaf: "Callable[[Tree], bool]") -> "Tree":
+        """Turn the containers for which `is_leaf` holds into leaves; return the tree itself."""
+        if self.children is not None and is_leaf(self):
+            self.children = None
+        for child in self.children or ():
+            child.prune(is_leaf)
+        return self
+
+    def rebuild(self, leaves: Iterable[Any]) -> Any:
+        """Return containers of the same types with other leaves; the original is unchanged."""
+        remaining = iter(leaves)  # of an iterator, `iter` returns the iterator itself
+        if self.children is None:
+            return next(remaining)
+        return self.close([child.rebuild(remaining) for child in self.children])
 
 
 class Arguments:
@@ -35,8 +69,7 @@ class Arguments:
     are lists with one item per row: strings, numbers, images of different sizes. Every micro-batch
     gets all other values whole: parameters, buffers, attention masks of shape (L, L), flags.
 
-    `expected` is the number of rows of the step's batch. It is the batch size of the call if an
-    argument has as many rows.
+    `expected` is the number of rows of the step's batch, and of the call if an argument has them.
     """
 
     def __init__(
@@ -328,3 +361,40 @@ def is_same(one: Any, other: Any) -> bool:
         return False
     are_same = (one == other) | ((one != one) & (other != other))
     return bool(torch.as_tensor(are_same).all())
+
+
+def open_tree(value: Any, path: str = "") -> Tree:
+    """Open the containers that torch's pytrees or `open_container` know, recursively."""
+    # The first dimension of a packed sequence is not the batch.
+    opened = None if isinstance(value, (Tensor, PackedSequence)) else _open(value)
+    if opened is None:
+        return Tree(path, value)
+    steps, items, close = opened
+    paths = [f"{path}{step}" if path else step.lstrip(".") for step in steps]
+    return Tree(path, value, [*map(open_tree, items, paths)], close)
+
+
+def open_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:
+    """Open the arguments of a call; `rebuild` of the tree returns args and kwargs."""
+    keywords, count = list(kwargs), len(names)
+    values = zip([*names, *keywords], [*args, *kwargs.values()], strict=True)
+
+    def close(values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(values[:count]), dict(zip(keywords, values[count:], strict=True))
+
+    return Tree("", None, [open_tree(value, name) for name, value in values], close)
+
+
+def _open(value: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]] | None:
+    """Return the path steps, the items and the `close` of a container; `None` for a leaf."""
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    if node is not None:  # built-in containers, and also Hugging Face's `ModelOutput`s
+        items, context = node.flatten_fn(value)
+        keys = list(value) if isinstance(value, Mapping) else range(len(items))
+        return _path_steps(keys), list(items), lambda items: node.unflatten_fn(items, context)
+    opened = open_container(value)
+    return None if opened is None else (_path_steps(opened.keys), opened.items, opened.close)
+
+
+def _path_steps(keys: Iterable[Any]) -> list[str]:
+    return [f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in keys]

@@ -157,7 +157,7 @@ class TowerCall:
                     returned = self._function(*args, **kwargs)
                 self._buffers.collect(rows.stop - rows.start)
                 opened = self.outputs.open(returned, rows)
-                cuts = self._micro_batches.cuts(rows)
+                cuts = self._micro_batches.cuts(rows) if self._micro_batches.is_padded else {}
                 self.outputs.add(opened, rows, {cut: length for length, cut in cuts.items()})
                 # Without grad, no replay follows.
                 sketches = [Sketch(x) for x in opened.tensors if torch.is_grad_enabled()]

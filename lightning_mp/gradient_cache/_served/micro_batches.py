@@ -64,6 +64,7 @@ class MicroBatches:
         # Clones of rows from before a write, by leaf and first row.
         self.unwritten: dict[tuple[int, int], Tensor] = {}
         self._row_lengths = _row_lengths(self._leaves, roles, batch_size)
+        self.is_padded = bool(self._row_lengths)
 
     def split(self, rows: int, count: int | None = None) -> None:
         """Set micro-batches of `rows`, or `count` of nearly equal size; before, there is one."""

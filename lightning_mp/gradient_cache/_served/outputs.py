@@ -7,9 +7,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_mp.gradient_cache._served.arguments import Arguments, describe_value, is_same
+from lightning_mp.gradient_cache._served.arguments import (
+    Arguments,
+    Tree,
+    describe_value,
+    is_same,
+    open_tree,
+)
 from lightning_mp.gradient_cache._served.roles import ROWS, Role
-from lightning_mp.gradient_cache._served.trees import Tree, open_tree
 
 __all__ = ["Outputs", "Sketch"]
 
