@@ -92,8 +92,8 @@ REMEDIES = {
     "`gradient_clip_val` keep weights small.{keep_smaller}",
     "non_finite, forward, wide, half": f"{_WIDE} Sums and products of fp16 outputs in this code "
     "overflow at 65504: convert the outputs with `.float()` first.{keep_smaller}",
-    "non_finite, forward, wide, huge": "Lower the learning rate or set `gradient_clip_val`, so "
-    "that weights stay small, and check the scale of the data.{keep_smaller}",
+    "non_finite, forward, wide, huge": "Smaller initial weights, a lower learning rate or "
+    "`gradient_clip_val` keep weights small. Check the scale of the data, too.{keep_smaller}",
     # A clamp does not remove NaN.
     "non_finite, forward, nan": "Run the module in fp32 with "
     "`{plugin}(fp32_modules=[{kept}'{tensor}'])`, or train in bf16, which holds 3.4e38, with "
