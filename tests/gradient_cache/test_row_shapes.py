@@ -267,3 +267,17 @@ def test_whole_clip_model_of_transformers_as_one_tower_raises() -> None:
     )
     assert out.logits_per_image is None
     assert torch.allclose(out.image_embeds, model(**batch).image_embeds, atol=1e-6)
+
+
+def test_replay_with_another_number_of_rows_is_refused_in_words() -> None:
+    class Grows(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            y = super().forward(x)
+            return torch.cat([y, y[:1]]) if self.calls > 4 else y  # after the check and two runs
+
+    out = GradientCache(micro_batch_size=4).call(Grows(4, 3), torch.randn(8, 4))
+    with pytest.raises(ValueError, match=r"of shape \[5, 3\] .* 4 rows were expected"):
+        out.sum().backward()

@@ -213,7 +213,7 @@ class Outputs:
             return role
         if tensor.is_nested or tensor.layout is not torch.strided:
             self._raise_shape_error(path, tensor.shape, "a dense tensor was expected")
-        per_sample = len(tensor) // count if tensor.ndim else 0
+        per_sample = len(tensor) // count if tensor.ndim and not len(tensor) % count else 0
         if role is None and per_sample:
             return ROWS if per_sample == 1 else Role("rows", per_sample)
         if role is None or per_sample != role.rows_per_sample:
