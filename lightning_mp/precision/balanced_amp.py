@@ -15,7 +15,7 @@ from lightning_mp._arguments import Check, explains_arguments, keeps_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision._choice.module_selection import select_modules, select_norms
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
-from lightning_mp.precision._weights.half_module import compute_in_fp32, outermost
+from lightning_mp.precision._weights.half_module import compute_in_fp32, outermost, to_fp32
 from lightning_mp.precision._weights.working_copies import WorkingCopies
 from lightning_mp.precision.loss_scale_config import SCALES, LossScaleConfig
 from lightning_mp.precision.op_policy import OPS, OpPolicy, check_ops, serve_norms
@@ -113,8 +113,8 @@ class BalancedAMP(ScaledPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         super().convert_module(module)
-        kept = self._keep_fp32(module)
         widen(module.parameters(), "the model's", module.modules())
+        kept = self._keep_fp32(module)
         if self.weights == "half":
             self._working.attach(module, kept.values())
             self._undo.callback(self._working.release)
@@ -136,12 +136,10 @@ class BalancedAMP(ScaledPrecision):
         kept = select_modules(module, self.fp32_modules, strict=strict)
         # Norms are handled by the op policy and return the dtype of their input.
         norms = set(select_norms(module).values())
-        islands = {n: m for n, m in kept.items() if m not in norms}
-        for island in islands.values():  # a tower frozen in half must match its fp32 inputs
-            for tensor in (*island.parameters(), *island.buffers()):
-                if tensor.dtype in HALF_DTYPES and not tensor.requires_grad:
-                    tensor.data = tensor.data.float()
-        compute_in_fp32(outermost(islands), self._undo)
+        islands = list(outermost({n: m for n, m in kept.items() if m not in norms}))
+        # A tower frozen in half must match its fp32 inputs.
+        to_fp32(inner for island in islands for inner in island.modules())
+        compute_in_fp32(islands, self._undo)
         if strict:  # the first time
             # Compiled backwards would apply the forward's autocast, which rounds their gradients.
             self._undo.enter_context(functorch.patch(backward_pass_autocast="off"))
@@ -161,8 +159,9 @@ class BalancedAMP(ScaledPrecision):
     @override
     def _prepare(self) -> None:
         super()._prepare()
+        root: Any = self._ledger.root
         for optimizer in self._ledger.optimizers:  # a callback may have unfrozen half weights
-            widen(self.main_params(optimizer), "unfrozen")
+            widen(self.main_params(optimizer), "unfrozen", root.modules())
         self._working.start_step()  # after widening, because only fp32 weights have copies
 
     @override
@@ -209,10 +208,10 @@ class BalancedAMP(ScaledPrecision):
         return self._first_device().type if self.device == "auto" else self.device
 
 
-def widen(parameters: Iterable[Tensor], whose: str, owners: Iterable[nn.Module] = ()) -> None:
+def widen(parameters: Iterable[Tensor], whose: str, owners: Iterable[nn.Module]) -> None:
     """Cast trainable half parameters and half buffers of their owners to fp32, in place."""
     half = {p for p in parameters if p.requires_grad and p.dtype in HALF_DTYPES}
-    for owner in owners:
+    for owner in owners if half else ():
         if not half.isdisjoint(owner.parameters(recurse=False)):
             for name, buffer in owner.named_buffers(recurse=False):
                 if buffer.dtype in HALF_DTYPES:

@@ -24,6 +24,7 @@ from lightning_mp.precision._weights.half_module import (
     cast_castable,
     is_compiled,
     outermost,
+    to_fp32,
 )
 from lightning_mp.precision._weights.half_weights import HalfWeights
 from lightning_mp.precision._weights.ledger import check_callbacks, check_modules, check_steps_alone
@@ -146,6 +147,7 @@ class PureFP16(ScaledPrecision):
         new = [each for each in outermost(islands) if each not in self._kept]
         cast_at_borders(new, torch.float32, self.half_dtype, self._undo)
         self._kept |= {*islands.values(), *(m for m in norms if m.running_mean is not None), *made}
+        to_fp32(self._kept)
         # If no activation can become fp32, the mode that casts to half is not needed.
         self._has_fp32_inside = bool(made) or any(
             buffer.dtype == torch.float32 and buffer.dim() > 0  # 0-d tensors do not promote

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_mp import BalancedAMP, PureFP16
 from lightning_mp.precision._weights.half_module import compute_in_fp32, outermost
+from lightning_mp.precision._weights.working_copies import WorkingCopies
 from tests.precision.models import (
     Regression,
     fit,
@@ -57,6 +59,37 @@ def test_frozen_half_layer_in_fp32_modules_computes_in_fp32() -> None:
     assert torch.equal(layer.weight, weight.float())
 
 
+class _Thawed(Regression):
+    """A model whose last layers are loaded in half, and may be frozen in the first epoch."""
+
+    def __init__(self, *, half: bool, is_frozen: bool) -> None:
+        super().__init__(
+            lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        )
+        self.network[1:].half()
+        if not half:
+            self.network.float()
+        self.network[1:].requires_grad_(not is_frozen)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch > 0:
+            self.network.requires_grad_(True)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("kind", [BalancedAMP, PureFP16])
+def test_half_batch_norm_and_half_fp32_modules_train_as_in_fp32(kind: Any, is_frozen: bool) -> None:
+    reference = _Thawed(half=False, is_frozen=is_frozen)
+    model, start = _Thawed(half=True, is_frozen=is_frozen), parameters_of(reference)
+    fit(reference, None, loader(4), max_epochs=2)
+    fit(model, kind(fp32_modules=["network.2"]), loader(4), max_epochs=2)
+    assert relative(model, reference, start) < 2**-7
+    assert {t.dtype for t in model.network[1:].state_dict().values()} == {
+        torch.float32,
+        torch.int64,
+    }
+
+
 def big() -> nn.Module:
     """Return a network in which one layer returns values near 300,000."""
     network = perceptron()
@@ -98,9 +131,19 @@ def test_autocast_is_off_only_in_fp32_modules_and_restored_after_an_exception() 
         assert module(torch.ones(2).half()).dtype == torch.float16
 
 
-def test_copy_of_a_module_computes_with_its_own_weights() -> None:
-    module = nn.Linear(2, 2)
-    compute_in_fp32([module], contextlib.ExitStack())
+@pytest.mark.parametrize("replaces", ["fp32_modules", "half copies"])
+@pytest.mark.parametrize("has_own", [False, True], ids=["class", "instance"])
+def test_copy_of_a_module_computes_with_its_own_weights(has_own: bool, replaces: str) -> None:
+    class Patched(nn.Linear):
+        """No linear layer of torch, which autocast serves."""
+
+    module = Patched(2, 2)
+    if has_own:  # as patches of other libraries
+        module.forward = types.MethodType(nn.Linear.forward, module)
+    if replaces == "half copies":
+        WorkingCopies(torch.bfloat16).attach(module)
+    else:
+        compute_in_fp32([module], contextlib.ExitStack())
     copied = copy.deepcopy(module)
     with torch.no_grad():
         copied.weight.zero_()

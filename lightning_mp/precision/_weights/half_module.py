@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
 from lightning_mp._nested import map_tensors, tensors_in
+from lightning_mp.numerics.floats import HALF_DTYPES
 
 __all__ = [
     "cast_at_borders",
@@ -21,7 +22,9 @@ __all__ = [
     "is_border_cast",
     "is_compiled",
     "outermost",
+    "own_forward",
     "replace_forward",
+    "to_fp32",
 ]
 
 
@@ -35,7 +38,17 @@ def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) ->
         original = module.__dict__.get("forward")
         if not hasattr(original, "computes_in_fp32"):  # since an earlier call
             # Not hooks, so that `torch.compile` can trace the region without autocast.
-            replace_forward(module, _in_fp32(original), undo)
+            replace_forward(module, _in_fp32(own_forward(module)), undo)
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the present `forward` as a function of the module, or of a deep copy of it."""
+    original = module.__dict__.get("forward")
+    if original is None:  # not a bound method, which would use the weights of the original
+        return lambda module, *args, **kwargs: type(module).forward(module, *args, **kwargs)
+    if getattr(original, "__self__", None) is module:
+        return original.__func__  # type: ignore[no-any-return]
+    return lambda _, *args, **kwargs: original(*args, **kwargs)
 
 
 def replace_forward(
@@ -72,19 +85,25 @@ def _code_for(name: str, code: types.CodeType) -> types.CodeType:
     return code.replace(co_name=name)
 
 
-def _in_fp32(original: Callable[..., Any] | None) -> Callable[..., Any]:
+def _in_fp32(call: Callable[..., Any]) -> Callable[..., Any]:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = itertools.chain(module.parameters(), module.buffers(), tensors_in((args, kwargs)))
         first = next(own, None)
         with torch.autocast("cpu" if first is None else first.device.type, enabled=False):
             args, kwargs = _cast_arguments(args, kwargs, torch.float32)
-            if original is not None:
-                return original(*args, **kwargs)
-            # Not a bound method, which would use the weights of the original in a copy.
-            return type(module).forward(module, *args, **kwargs)
+            return call(module, *args, **kwargs)
 
     forward.computes_in_fp32 = True  # type: ignore[attr-defined]
     return forward
+
+
+def to_fp32(modules: Iterable[nn.Module]) -> None:
+    """Cast the half parameters and buffers of modules to fp32, in place and for good."""
+    for module in modules:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.dtype in HALF_DTYPES:
+                tensor.grad = None  # otherwise torch would keep accumulating into the half gradient
+                tensor.data = tensor.data.float()
 
 
 def outermost(modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:

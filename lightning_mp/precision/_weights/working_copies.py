@@ -21,7 +21,7 @@ from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_mp.precision._weights.half_module import is_compiled, replace_forward
+from lightning_mp.precision._weights.half_module import is_compiled, own_forward, replace_forward
 from lightning_mp.precision._weights.ledger import Entry, Ledger, ModuleUsers, is_autograd_thread
 
 __all__ = ["WorkingCopies"]
@@ -157,15 +157,12 @@ class WorkingCopies:
         """Replace `forward` on the instance."""
         # Not by hooks, so that hooks of the user see fp32 weights, and direct calls of `forward`
         # use copies. A deep copy of a module binds the method to the copy.
-        original = module.__dict__.get("forward")
+        call = own_forward(module)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # compiled code is swapped as a whole
-                if original is None:
-                    return type(module).forward(module, *args, **kwargs)
-                return original(*args, **kwargs)
-            call = original or types.MethodType(type(module).forward, module)
-            return run(module, call, *args, **kwargs)
+                return call(module, *args, **kwargs)
+            return run(module, types.MethodType(call, module), *args, **kwargs)
 
         replace_forward(module, forward, self._undo)
 
