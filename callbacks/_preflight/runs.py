@@ -156,8 +156,7 @@ class Runs:
         undo.enter_context(fp32_weights([m for each in modules for m in each.modules()]))
         if self.is_true_half and remedy.half is None:
             cast_at_borders(modules, torch.float32, self.half, undo)
-        else:
-            compute_in_fp32(modules, undo)
+        compute_in_fp32(modules, undo)
 
     def rounding_ops(self) -> dict[str, tuple[str, ...]]:
         """Return the ops that round in half precision and that `fp32_ops` can move, with callers.

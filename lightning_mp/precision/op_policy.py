@@ -17,11 +17,14 @@ from lightning_mp._arguments import Check, explains_arguments, refuse_values
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision._choice import op_tables as tables
 from lightning_mp.precision._choice.op_tables import OpClass
-from lightning_mp.precision._weights.half_module import cast_castable, dtypes_of, replace_forward
+from lightning_mp.precision._weights.half_module import (
+    CASTABLE,
+    cast_castable,
+    dtypes_of,
+    replace_forward,
+)
 
 __all__ = ["OPS", "MixedInputs", "OpPolicy", "check_ops", "serve_norms"]
-
-_CASTABLE = (*HALF_DTYPES, torch.float32)  # never float64, float8 or complex
 
 
 def _canonical_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -250,7 +253,7 @@ class _PolicyMode(TorchFunctionMode):
         return type(norm).forward(norm, value)
 
     def _is_castable(self, value: Tensor) -> bool:
-        return value.dtype in _CASTABLE and value.device.type == self.device_type
+        return value.dtype in CASTABLE and value.device.type == self.device_type
 
 
 class MixedInputs(_PolicyMode):

@@ -22,6 +22,7 @@ from lightning_mp.precision._scaling.scaled_precision import Closure, ScaledPrec
 from lightning_mp.precision._weights.half_module import (
     cast_at_borders,
     cast_castable,
+    compute_in_fp32,
     is_compiled,
     outermost,
     to_fp32,
@@ -146,6 +147,7 @@ class PureFP16(ScaledPrecision):
         made = {inner for each in lists for inner in each.modules()}
         new = [each for each in outermost(islands) if each not in self._kept]
         cast_at_borders(new, torch.float32, self.half_dtype, self._undo)
+        compute_in_fp32(new, self._undo)
         self._kept |= {*islands.values(), *(m for m in norms if m.running_mean is not None), *made}
         to_fp32(self._kept)
         # If no activation can become fp32, the mode that casts to half is not needed.

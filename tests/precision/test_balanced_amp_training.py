@@ -147,6 +147,15 @@ class LayerScale(nn.Module):
         return self.down(checkpoint(scaled, x, use_reentrant=self.use_reentrant))
 
 
+class Leaf(LayerScale):
+    """A layer without submodules that checkpoints a function of its own weights."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__(use_reentrant)
+        del self.up, self.down
+        self.up = self.down = torch.relu
+
+
 class Whole(nn.Module):
     """Checkpoints a block, but saves the results of all operations."""
 
@@ -159,13 +168,24 @@ class Whole(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False, context_fn=lambda: contexts)
 
 
+def _layers(use_reentrant: bool | None) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), Leaf(use_reentrant), nn.Linear(16, 1))
+
+
 @pytest.mark.parametrize(
-    "make",
-    [lambda: LayerScale(False), lambda: LayerScale(True), Whole],
-    ids=["", "reentrant", "all"],
+    ("make_plain", "make"),
+    [
+        (lambda: LayerScale(None), lambda: LayerScale(False)),
+        (lambda: LayerScale(None), lambda: LayerScale(True)),
+        (lambda: LayerScale(None), Whole),
+        (lambda: _layers(None), lambda: _layers(False)),
+    ],
+    ids=["", "reentrant", "all", "leaf"],
 )
-def test_checkpointed_functions_read_the_copies_of_their_forward(make: Any) -> None:
-    plain, model = Regression(lambda: LayerScale(None)), Regression(make)
+def test_checkpointed_functions_read_the_copies_of_their_forward(
+    make_plain: Any, make: Any
+) -> None:
+    plain, model = Regression(make_plain), Regression(make)
     own = list(model.parameters())
     for each in (plain, model):
         fit(each, BalancedAMP(loss_scale=2.0**10), loader(4))

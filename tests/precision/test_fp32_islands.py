@@ -286,16 +286,16 @@ class Router(nn.Linear):
 class Routed(Regression):
     def __init__(self) -> None:
         super().__init__()
-        self.routers = nn.ModuleList([Router(8, 8), Router(8, 8)])
+        self.first, self.routers = nn.Linear(8, 8), nn.ModuleList([Router(8, 8), Router(8, 8)])
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        losses: list[Tensor] = []
+        losses = [self.first(batch[0]).abs().mean()]  # in half
         calls: dict[str, int] = {}
         x = batch[0]
         for router in self.routers:
             x = router(x, losses, calls=calls)
         assert calls == {"router": 2}
-        return super().loss([x, batch[1]]) + sum(losses)
+        return super().loss([x, batch[1]]) + sum(loss.float() for loss in losses)
 
 
 @pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
@@ -304,3 +304,43 @@ def test_fp32_modules_add_to_the_containers_that_they_are_given(make_plugin: Any
     fit(reference, None, loader(4))
     fit(model, make_plugin(fp32_modules=["Router"]), loader(4))
     assert relative(model, reference, parameters_of(start)) < 2**-7
+
+
+class Clock(nn.Module):
+    """Reads times in float64, and creates its first state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(8, 8), nn.Parameter(torch.eye(8) / 2)
+
+    def forward(self, x: Tensor, times: Tensor) -> Tensor:
+        state = torch.zeros(len(x), 8) @ self.weight
+        assert state.dtype == torch.float32
+        since = (times - 1.7e9)[:, None].to(x.dtype) / 16
+        return torch.tanh(self.layer(x) + state + since)
+
+
+class Timed(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.register_buffer("shift", torch.zeros(8))
+        self.pickled = b""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        times = 1.7e9 + torch.arange(len(batch[0]), dtype=torch.float64)
+        return super().loss([self.clock(batch[0] + self.shift, times), batch[1]])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.pickled = pickle.dumps(self.clock)
+
+
+@pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
+def test_fp32_modules_read_float64_create_fp32_and_can_be_pickled(make_plugin: Any) -> None:
+    model, reference, start = Timed(), Timed(), Timed()
+    fit(reference, None, loader(4))
+    fit(model, make_plugin(fp32_modules=["Clock"]), loader(4))
+    assert relative(model, reference, parameters_of(start)) < 2**-7
+    x, times = torch.ones(1, 8), torch.full((1,), 1.7e9 + 1, dtype=torch.float64)
+    copied = pickle.loads(model.pickled)(x, times).float()
+    torch.testing.assert_close(copied, model.clock(x, times), rtol=0, atol=2**-9)

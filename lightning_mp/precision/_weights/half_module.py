@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
@@ -15,6 +16,7 @@ from lightning_mp._nested import map_tensors, tensors_in
 from lightning_mp.numerics.floats import HALF_DTYPES
 
 __all__ = [
+    "CASTABLE",
     "cast_at_borders",
     "cast_castable",
     "compute_in_fp32",
@@ -26,6 +28,9 @@ __all__ = [
     "replace_forward",
     "to_fp32",
 ]
+
+CASTABLE = (*HALF_DTYPES, torch.float32)  # never float64, float8 or complex
+_SHARED = (list, dict)
 
 
 def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) -> None:
@@ -89,12 +94,36 @@ def _in_fp32(call: Callable[..., Any]) -> Callable[..., Any]:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = itertools.chain(module.parameters(), module.buffers(), tensors_in((args, kwargs)))
         first = next(own, None)
-        with torch.autocast("cpu" if first is None else first.device.type, enabled=False):
-            args, kwargs = _cast_arguments(args, kwargs, torch.float32)
-            return call(module, *args, **kwargs)
+        off = torch.autocast("cpu" if first is None else first.device.type, enabled=False)
+        # `PureFP16` creates half tensors by default.
+        default = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        # A module may write to a list, for example of auxiliary losses, so it gets the list itself.
+        shared = [each for each in (*args, *kwargs.values()) if type(each) in _SHARED]
+        items = [item for each in shared for _, item in _items(each)]
+        pairs = [(item, _cast_argument(item, torch.float32)) for item in items]
+        with off, _DtypeContextManager(default):
+            _exchange(shared, pairs)
+            try:
+                args, kwargs = _cast_arguments(args, kwargs, torch.float32)
+                return call(module, *args, **kwargs)
+            finally:
+                _exchange(shared, [(new, old) for old, new in pairs])
 
     forward.computes_in_fp32 = True  # type: ignore[attr-defined]
     return forward
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    return list(container.items() if type(container) is dict else enumerate(container))
+
+
+def _exchange(containers: list[Any], pairs: list[tuple[Any, Any]]) -> None:
+    """Replace the first item of each pair by the second in lists and dictionaries."""
+    for each in containers:
+        for key, item in _items(each):
+            for old, new in pairs:
+                if item is old and old is not new:
+                    each[key] = new
 
 
 def to_fp32(modules: Iterable[nn.Module]) -> None:
@@ -121,30 +150,44 @@ def cast_at_borders(
     undo: contextlib.ExitStack,
 ) -> None:
     """Cast inputs of modules to dtype `inside` and outputs to dtype `outside`, until `undo`."""
-
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast_arguments(args, kwargs, inside)
-
-    def leave(_: nn.Module, __: Any, output: Any) -> Any:
-        return cast_castable(output, outside)
-
     for module in modules:
+        enter, leave = functools.partial(_enter, inside), functools.partial(_leave, outside)
         undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         undo.callback(module.register_forward_hook(leave).remove)
 
 
-def _cast_arguments(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+def _enter(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    # `compute_in_fp32` casts the items of lists and dictionaries, to which a module may write.
+    kept = _SHARED if dtype == torch.float32 else ()
+    return _cast_arguments(args, kwargs, dtype, kept)
+
+
+def _leave(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
+    return cast_castable(output, dtype, _is_castable)
+
+
+def _cast_arguments(
+    args: Any, kwargs: Any, dtype: torch.dtype, kept: tuple[type, ...] = ()
+) -> tuple[Any, Any]:
     def cast(value: Any) -> Any:
-        # A module may add to a list, for example of auxiliary losses, so it gets the list itself.
-        is_cast = dtypes_of(value, torch.is_floating_point) <= {dtype}
-        return value if is_cast else cast_castable(value, dtype)
+        return value if type(value) in kept else _cast_argument(value, dtype)
 
     return tuple([cast(value) for value in args]), {k: cast(v) for k, v in kwargs.items()}
 
 
+def _cast_argument(value: Any, dtype: torch.dtype) -> Any:
+    # Not a copy where nothing is cast, because a module may write to it.
+    is_cast = dtypes_of(value, _is_castable) <= {dtype}
+    return value if is_cast else cast_castable(value, dtype, _is_castable)
+
+
+def _is_castable(tensor: Tensor) -> bool:
+    return tensor.dtype in CASTABLE
+
+
 def is_border_cast(hook: Callable[..., Any]) -> bool:
     """Return whether a hook is one of `cast_at_borders`."""
-    return getattr(hook, "__qualname__", "").startswith(f"{cast_at_borders.__name__}.")
+    return getattr(hook, "func", None) in (_enter, _leave)
 
 
 def cast_castable(

@@ -85,7 +85,9 @@ class WorkingCopies:
         self._kept: set[nn.Module] = set()
         self.writing: list[str] = []  # names of modules whose forward writes, for checkpoints
         self._writing: set[nn.Module] = set()  # those that join `_kept` at the next refresh
-        self._holders: list[nn.Module] = []  # modules with weights beside their submodules
+        self._holders: list[
+            nn.Module
+        ] = []  # modules that may checkpoint functions of their weights
         # Their own weights, and what replaces them in a backward.
         self._recomputed: dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._users = ModuleUsers()
@@ -123,7 +125,8 @@ class WorkingCopies:
             elif not self._is_left_alone(module):
                 self._replace_forward(module, self._own)
                 self._undo.callback(module.register_state_dict_post_hook(hook).remove)
-                if module._modules:
+                # Layers of torch checkpoint no functions.
+                if module._modules or not type(module).__module__.startswith("torch.nn."):
                     self._holders.append(module)
             call = module._compiled_call_impl
             if call is not None:
