@@ -136,7 +136,7 @@ class BalancedAMP(ScaledPrecision):
         kept = select_modules(module, self.fp32_modules, strict=strict)
         # Norms are handled by the op policy and return the dtype of their input.
         norms = set(select_norms(module).values())
-        islands = list(outermost({n: m for n, m in kept.items() if m not in norms}))
+        islands = list(outermost(module, {*kept.values()} - norms))
         # A tower frozen in half must match its fp32 inputs.
         to_fp32(inner for island in islands for inner in island.modules())
         compute_in_fp32(islands, self._undo)
@@ -162,7 +162,8 @@ class BalancedAMP(ScaledPrecision):
         root: Any = self._ledger.root
         for optimizer in self._ledger.optimizers:  # a callback may have unfrozen half weights
             widen(self.main_params(optimizer), "unfrozen", root.modules())
-        self._working.start_step()  # after widening, because only fp32 weights have copies
+        # After widening, because only fp32 weights have copies.
+        self._working.start_step(is_training=self._in_step)
 
     @override
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]

@@ -165,9 +165,13 @@ def test_fp32_module_is_part_of_a_compiled_graph() -> None:
         assert torch.equal(output, network(x))
 
 
-def test_outermost_returns_no_module_within_another() -> None:
-    modules = {"a": nn.ReLU(), "a.b": nn.ReLU(), "c.d": nn.ReLU(), "ab": nn.ReLU()}
-    assert list(outermost(modules)) == [modules["a"], modules["c.d"], modules["ab"]]
+def test_outermost_returns_modules_that_are_called_outside_of_chosen_ones() -> None:
+    shared, alone = nn.ReLU(), nn.ReLU()
+    tower = nn.ModuleDict({"head": shared, "inner": nn.Sequential(nn.ReLU())})
+    root = nn.ModuleDict({"tower": tower, "head": shared, "list": nn.ModuleList([alone])})
+    chosen = {*tower.modules(), alone}
+    assert outermost(root, chosen) == [tower, shared, alone]
+    assert outermost(root, {*root.modules()}) == [root, tower, shared, root["list"]]
 
 
 def test_forward_is_restored_after_training() -> None:

@@ -254,16 +254,25 @@ def test_copies_created_in_inference_mode_work_in_training(attached: Any) -> Non
 # --- writes in a forward -------------------------------------------------------------------------
 
 
+def clamp_data(weight: Tensor) -> None:
+    weight.data.clamp_(-0.1, 0.1)
+
+
+def set_data(weight: Tensor) -> None:
+    weight.data = weight.data.clamp(-0.1, 0.1)
+
+
+DATA_WRITES = {"data": clamp_data, "set data": set_data}
+
+
 class Clamps(nn.Linear):
     """Clamps its weight in each forward, in one of four ways."""
 
     way = "no_grad"
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.way == "data":
-            self.weight.data.clamp_(-0.1, 0.1)
-        elif self.way == "set data":
-            self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        if self.way in DATA_WRITES:
+            DATA_WRITES[self.way](self.weight)
         elif self.way == "parameter":
             self.weight = nn.Parameter(self.weight.detach().float().clamp(-0.1, 0.1))
         else:
@@ -279,6 +288,9 @@ def test_write_in_the_forward_reaches_the_parameter(way: str, attached: Any) -> 
     layer.way = way
     start = layer.weight.detach().clone()
     working = attached(layer)
+    for _ in range(2):  # the sanity check
+        working.start_step(is_training=False)
+    working.start_step()
     with pytest.warns(match="Clamps writes") if way == "data" else nullcontext():
         run(layer, X)
     small = start.abs() <= 0.09
@@ -292,6 +304,30 @@ def test_write_in_the_forward_reaches_the_parameter(way: str, attached: Any) -> 
         working.start_step()
         run(layer, X)
         assert layer.weight.detach().abs().max() < 0.1001
+
+
+class DecaysLate(nn.Linear):
+    """Halves its weight from the sixth forward on, in a method."""
+
+    calls = 0
+
+    def decay(self) -> None:
+        self.weight.data.mul_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 5:
+            self.decay()
+        return super().forward(x)
+
+
+def test_every_write_through_data_reaches_the_parameter(attached: Any) -> None:
+    layer = DecaysLate(6, 4)
+    start, working = layer.weight.detach().clone(), attached(layer)
+    for _ in range(7):
+        working.start_step()
+        run(layer, X)
+    assert torch.equal(layer.weight, start / 4)
 
 
 class Normalizes(nn.Linear):

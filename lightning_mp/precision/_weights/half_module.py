@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -135,12 +135,12 @@ def to_fp32(modules: Iterable[nn.Module]) -> None:
                 tensor.data = tensor.data.float()
 
 
-def outermost(modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules that are not inside another module of the mapping."""
-    for path, module in modules.items():
-        parts = path.split(".")
-        if not any(".".join(parts[:n]) in modules for n in range(1, len(parts))):
-            yield module
+def outermost(root: nn.Module, chosen: Container[nn.Module]) -> list[nn.Module]:
+    """Return the chosen modules that the root or a module that is not chosen contains."""
+    # Not by paths: a shared module may be inside another one under its first path only.
+    outer = [module for module in root.modules() if module is root or module not in chosen]
+    found = [child for module in outer for child in (module, *module.children())]
+    return [module for module in dict.fromkeys(found) if module in chosen]
 
 
 def cast_at_borders(

@@ -76,7 +76,8 @@ class WorkingCopies:
 
     If a forward writes to its weight (clamping, normalizing, codebooks), the write is rounded to
     half and applied to the parameter; from the next step on, the module computes with fp32 weights.
-    Writes that bypass the version counter (`weight.data.clamp_()`) are detected by a comparison.
+    A module whose forward reads `.data`, through which writes are not counted, computes with fp32
+    weights from the start. Other uncounted writes are detected by a comparison in some steps.
     """
 
     def __init__(self, half: torch.dtype, ledger: Ledger | None = None) -> None:
@@ -154,7 +155,9 @@ class WorkingCopies:
     def _is_left_alone(self, module: nn.Module) -> bool:
         own = [p for p in module._parameters.values() if p is not None]
         is_small = type(module) in _CAST_BY_AUTOCAST and all(p.numel() <= _SMALL for p in own)
-        return not own or is_small or module in self._kept or isinstance(module, _READS_ELSEWHERE)
+        is_ours = own and not is_small and not isinstance(module, _READS_ELSEWHERE)
+        reads_data = _reads_data(type(module))  # type: ignore[arg-type]
+        return not is_ours or module in self._kept or reads_data
 
     def _replace_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Replace `forward` on the instance."""
@@ -309,11 +312,11 @@ class WorkingCopies:
         self.refresh([parameter])
         return entry
 
-    def start_step(self) -> None:
-        """Update all copies, and compare them with the weights in some of the steps."""
+    def start_step(self, *, is_training: bool = True) -> None:
+        """Update all copies, and compare them with the weights in some of the training steps."""
         self._kept |= self._writing  # not earlier, for recomputed forwards
         # At steps 1, 2, 4, 8, ..., because comparing weights costs a host sync on a GPU.
-        self._steps += 1
+        self._steps += is_training
         self._is_probing = self._steps & (self._steps - 1) == 0
         self.refresh()  # at once, because streams that the user forks from here wait for it
 
@@ -358,6 +361,18 @@ class WorkingCopies:
         if written.data_ptr() != entry.beside.data_ptr():
             entry.beside.copy_(written)
         entry.note(parameter)
+
+
+@functools.cache
+def _reads_data(kind: type[nn.Module]) -> bool:
+    """Return whether `forward`, or a method that it calls, reads an attribute `data`."""
+    names, seen = ["forward"], {*dir(nn.Module)} - {"forward"}
+    for name in names:  # grows
+        code = getattr(getattr(kind, name, None), "__code__", None)
+        if code is not None and name not in seen:
+            seen.add(name)
+            names += code.co_names
+    return "data" in names
 
 
 def _can_be_half(entry: Tensor) -> bool:
