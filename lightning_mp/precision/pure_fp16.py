@@ -146,8 +146,8 @@ class PureFP16(ScaledPrecision):
         lists = (m for m in module.modules() if isinstance(m, ParametrizationList))
         made = {inner for each in lists for inner in each.modules()}
         new = [each for each in outermost(module, {*islands.values()}) if each not in self._kept]
-        cast_at_borders(new, torch.float32, self.half_dtype, self._undo)
         compute_in_fp32(new, self._undo)
+        cast_at_borders(new, torch.float32, self.half_dtype, self._undo)
         self._kept |= {*islands.values(), *(m for m in norms if m.running_mean is not None), *made}
         to_fp32(self._kept)
         # If no activation can become fp32, the mode that casts to half is not needed.

@@ -265,6 +265,30 @@ def test_torchscript_module_computes_or_raises_with_its_name(make_plugin: Any) -
             fit(model, plugin, loader(2))
 
 
+class Calling(nn.Module):
+    """Calls a TorchScript module, whose inputs it records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.script(perceptron())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.dtype, torch.is_autocast_enabled("cpu")
+        return self.inner(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("plugin", [BalancedAMP, PureFP16])
+def test_torchscript_computes_in_fp32_inside_a_selected_module(plugin: Any) -> None:
+    plain, model = Regression(Calling), Regression(Calling)
+    fit(plain, None, loader(2))
+    fit(model, plugin(fp32_modules=["network"]), loader(2))
+    assert model.network.seen == (torch.float32, False)
+    torch.testing.assert_close(model.losses, plain.losses, rtol=1e-3, atol=0)
+    with pytest.raises(MisconfigurationException, match=r"Selected `Sequential` .*TorchScript"):
+        fit(Regression(Calling), plugin(fp32_modules=["network.inner"]), loader(2))
+
+
 # --- frozen weights ------------------------------------------------------------------------------
 
 

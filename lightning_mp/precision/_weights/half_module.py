@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
@@ -40,6 +41,12 @@ def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) ->
     outputs are fp32, like the residual stream of most models under autocast.
     """
     for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise MisconfigurationException(
+                f"Selected `{module.original_name}` by `fp32_modules`, which is TorchScript, whose "
+                "inputs cannot be cast. Call it in the forward of a module of your own, and pass "
+                "the path of that module."
+            )
         original = module.__dict__.get("forward")
         if not hasattr(original, "computes_in_fp32"):  # since an earlier call
             # Not hooks, so that `torch.compile` can trace the region without autocast.

@@ -323,8 +323,11 @@ def check_modules(root: nn.Module, kept: Container[nn.Module], *, is_trained: bo
 def _reason_against(module: nn.Module, is_kept: bool, is_trained: bool) -> str:
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "is lazy, so its weights cannot be converted yet. Run the model on one batch first."
-    if isinstance(module, torch.jit.ScriptModule):
-        return "is TorchScript, which has fixed dtypes. Pass the original module."
+    if isinstance(module, torch.jit.ScriptModule) and not is_kept:
+        return (
+            "is TorchScript, which has fixed dtypes. Pass the original module, or call it in a "
+            "module that `fp32_modules` selects."
+        )
     if isinstance(module, AveragedModel) and is_trained and not is_kept:
         return (
             "is an `AveragedModel`. In half precision, an average loses updates below 2^-12 of "
