@@ -149,7 +149,12 @@ class PureFP16(ScaledPrecision):
         compute_in_fp32(new, self._undo)
         cast_at_borders(new, torch.float32, self.half_dtype, self._undo)
         self._kept |= {*islands.values(), *(m for m in norms if m.running_mean is not None), *made}
-        to_fp32(self._kept)
+        # A weight that is half already, such as one that is parametrized later, stays half.
+        to_fp32(
+            each
+            for each in self._kept
+            if not any(p in self._weights for p in each.parameters(recurse=False))
+        )
         # If no activation can become fp32, the mode that casts to half is not needed.
         self._has_fp32_inside = bool(made) or any(
             buffer.dtype == torch.float32 and buffer.dim() > 0  # 0-d tensors do not promote

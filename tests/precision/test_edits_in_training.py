@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.optim import SGD, AdamW
 
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16, SafeAdamW
@@ -142,6 +143,27 @@ def test_layer_that_replaces_a_module_of_fp32_modules_computes_in_fp32(
 
     fit(Replaces(), make_plugin(loss_scale=SCALE, fp32_modules=["norm", name]), loader(8))
     assert set(seen) == {(True, torch.float32)}
+
+
+class _Parametrized(Regression):
+    """Parametrizes a weight between two batches."""
+
+    def on_train_batch_start(self, _: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.before = self.network.state_dict()["3.weight"].clone()
+            register_parametrization(self.network[3], "weight", nn.Identity())
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        state = self.network.state_dict()
+        if not hasattr(self, "after") and "3.parametrizations.weight.original" in state:
+            self.after = state["3.parametrizations.weight.original"]
+
+
+def test_weight_that_is_parametrized_in_training_keeps_its_residual() -> None:
+    model = _Parametrized()
+    fit(model, PureFP16(), loader(4))
+    assert torch.equal(model.after, model.before)
+    assert not torch.equal(model.before, model.before.half().float())
 
 
 def test_removed_module_of_fp32_modules_does_not_end_training() -> None:
