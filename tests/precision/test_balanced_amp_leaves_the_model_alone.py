@@ -242,6 +242,22 @@ def test_gradients_of_500_batches_accumulate_in_fp32(half: str) -> None:
     assert norms[1] == pytest.approx(norms[0], rel=ERROR[plugin.half] / 8)
 
 
+class _Own(nn.Linear):
+    """A layer of a class of one's own."""
+
+
+@plugins
+def test_backward_hooks_of_layers_see_parameters(make_plugin: Any) -> None:
+    """Libraries for gradients per sample store them as attributes of the weight."""
+    seen: list[Any] = []
+    layer = _Own(8, 16)
+    layer.register_full_backward_hook(lambda module, *_: seen.append(module.weight))
+    network = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(16, 1))
+    fit(Regression(lambda: network), make_plugin(), loader(2))
+    assert len(seen) == 2
+    assert all(weight is layer.weight for weight in seen)
+
+
 @plugins
 def test_logit_scale_is_not_rounded(make_plugin: Any) -> None:
     class Scaled(nn.Module):

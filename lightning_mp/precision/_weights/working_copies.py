@@ -126,8 +126,8 @@ class WorkingCopies:
             elif not self._is_left_alone(module):
                 self._replace_forward(module, self._own)
                 self._undo.callback(module.register_state_dict_post_hook(hook).remove)
-                # Layers of torch checkpoint no functions.
-                if module._modules or not type(module).__module__.startswith("torch.nn."):
+                # Backward hooks of other leaves see parameters.
+                if module._modules or any("checkpoint" in name for name in _names_in(module)):
                     self._holders.append(module)
             call = module._compiled_call_impl
             if call is not None:
@@ -156,8 +156,7 @@ class WorkingCopies:
         own = [p for p in module._parameters.values() if p is not None]
         is_small = type(module) in _CAST_BY_AUTOCAST and all(p.numel() <= _SMALL for p in own)
         is_ours = own and not is_small and not isinstance(module, _READS_ELSEWHERE)
-        reads_data = _reads_data(type(module))  # type: ignore[arg-type]
-        return not is_ours or module in self._kept or reads_data
+        return not is_ours or module in self._kept or "data" in _names_in(module)
 
     def _replace_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Replace `forward` on the instance."""
@@ -363,16 +362,20 @@ class WorkingCopies:
         entry.note(parameter)
 
 
+def _names_in(module: nn.Module) -> Sequence[str]:
+    """Return the names in `forward` of a module's class, and in the methods that it calls."""
+    return _names_in_class(type(module))  # type: ignore[arg-type]
+
+
 @functools.cache
-def _reads_data(kind: type[nn.Module]) -> bool:
-    """Return whether `forward`, or a method that it calls, reads an attribute `data`."""
+def _names_in_class(kind: type[nn.Module]) -> Sequence[str]:
     names, seen = ["forward"], {*dir(nn.Module)} - {"forward"}
     for name in names:  # grows
         code = getattr(getattr(kind, name, None), "__code__", None)
         if code is not None and name not in seen:
             seen.add(name)
             names += code.co_names
-    return "data" in names
+    return names
 
 
 def _can_be_half(entry: Tensor) -> bool:
