@@ -107,7 +107,8 @@ def _in_fp32(call: Callable[..., Any]) -> Callable[..., Any]:
         # A module may write to a list, for example of auxiliary losses, so it gets the list itself.
         shared = [each for each in (*args, *kwargs.values()) if type(each) in _SHARED]
         items = [item for each in shared for _, item in _items(each)]
-        pairs = [(item, _cast_argument(item, torch.float32)) for item in items]
+        casts = [(item, _cast_argument(item, torch.float32)) for item in items]
+        pairs = [(old, new) for old, new in casts if old is not new]
         with off, _DtypeContextManager(default):
             _exchange(shared, pairs)
             try:
@@ -129,7 +130,7 @@ def _exchange(containers: list[Any], pairs: list[tuple[Any, Any]]) -> None:
     for each in containers:
         for key, item in _items(each):
             for old, new in pairs:
-                if item is old and old is not new:
+                if item is old:
                     each[key] = new
 
 
