@@ -276,6 +276,10 @@ class DelegatingOptimizer(Delegating, Optimizer):
     """A subclass that does not call `Optimizer.__init__`."""
 
     __hash__ = object.__hash__
+    # Since Python 3.12, Lightning's protocol of an optimizer does not see `__getattr__`.
+    param_groups = property(lambda self: self.base.param_groups)
+    defaults = property(lambda self: self.base.defaults)
+    state = property(lambda self: self.base.state)
 
 
 @pytest.mark.parametrize("wrapper", [SharpnessAware, DelegatingOptimizer])
