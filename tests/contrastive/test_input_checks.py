@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss
 from tests.fake_cuda import FakeCuda
@@ -100,3 +104,17 @@ def test_warning_on_cuda_comes_with_a_later_call_without_a_sync(gpu: FakeCuda) -
         launches = sum(gpu.launches.values())
         said(loss, features, scale, calls=1)  # the third call is not checked
         assert sum(gpu.launches.values()) - launches < second
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_dtensors_are_refused_with_the_call_that_gathers_them(place: int) -> None:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        inputs = [*pair(), torch.tensor(10.0)]
+        mesh = init_device_mesh("cpu", (1,))
+        inputs[place] = distribute_tensor(inputs[place], mesh, [Replicate()])
+        name = ("image_features", "text_features", "logit_scale")[place]
+        with pytest.raises(ValueError, match=rf"`{name}` as a DTensor.*`{name}\.full_tensor\(\)`"):
+            ContrastiveLoss()(*inputs)
+    finally:
+        dist.destroy_process_group()

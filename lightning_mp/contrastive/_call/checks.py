@@ -51,6 +51,11 @@ def _features_problem(name: str, features: object) -> str | None:
     if not isinstance(features, Tensor):
         fix = "the encoder's output tensor, such as its `pooler_output`"
         return _type_problem(name, features, "shape (batch, width)", fix)
+    if hasattr(features, "full_tensor"):
+        return (
+            f"Passed `{name}` as a DTensor. Each rank passes its own rows. Pass `{name}.to_local()`"
+            f" if ranks hold different rows, and `{name}.full_tensor()` otherwise."
+        )
     shape = list(features.shape)
     if features.ndim != 2:
         return (
@@ -108,6 +113,8 @@ def _shapes_problem(image: Tensor, text: Tensor, has_positives: bool) -> str | N
 
 
 def _scalar_problem(name: str, value: object) -> str | None:
+    if hasattr(value, "full_tensor"):
+        return f"Passed `{name}` as a DTensor. It must be a value. Pass `{name}.full_tensor()`."
     if isinstance(value, Tensor):
         if value.numel() == 1 and value.is_floating_point():
             return None
