@@ -5,6 +5,7 @@ import copy
 import inspect
 import pickle
 import types
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -278,11 +279,11 @@ def test_pickled_model_with_fp32_modules_is_a_plain_model() -> None:
 
 
 class Router(nn.Linear):
-    """Adds an auxiliary loss to a list, and counts its calls in a dictionary."""
+    """Adds an auxiliary loss to a list in a dictionary, and counts its calls in another one."""
 
-    def forward(self, x: Tensor, losses: list[Tensor], calls: dict[str, int]) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, losses: Any, calls: dict[str, int]) -> Tensor:  # type: ignore[override]
         y = super().forward(x)
-        losses.append(y.float().square().mean())
+        losses["router"].append(y.float().square().mean())
         calls["router"] = calls.get("router", 0) + 1
         return y
 
@@ -293,13 +294,13 @@ class Routed(Regression):
         self.first, self.routers = nn.Linear(8, 8), nn.ModuleList([Router(8, 8), Router(8, 8)])
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        losses = [self.first(batch[0]).abs().mean()]  # in half
+        losses = defaultdict(list, router=[self.first(batch[0]).abs().mean()])  # in half
         calls: dict[str, int] = {}
         x = batch[0]
         for router in self.routers:
             x = router(x, losses, calls=calls)
         assert calls == {"router": 2}
-        return super().loss([x, batch[1]]) + sum(loss.float() for loss in losses)
+        return super().loss([x, batch[1]]) + sum(loss.float() for loss in losses["router"])
 
 
 @pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])

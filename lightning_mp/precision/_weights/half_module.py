@@ -105,8 +105,9 @@ def _in_fp32(call: Callable[..., Any]) -> Callable[..., Any]:
         # `PureFP16` creates half tensors by default.
         default = torch.promote_types(torch.get_default_dtype(), torch.float32)
         # A module may write to a list, for example of auxiliary losses, so it gets the list itself.
-        shared = [each for each in (*args, *kwargs.values()) if type(each) in _SHARED]
+        shared = [each for value in (*args, *kwargs.values()) for each in _shared_in(value)]
         items = [item for each in shared for _, item in _items(each)]
+        items = [item for item in items if not isinstance(item, _SHARED)]
         casts = [(item, _cast_argument(item, torch.float32)) for item in items]
         pairs = [(old, new) for old, new in casts if old is not new]
         with off, _DtypeContextManager(default):
@@ -121,8 +122,15 @@ def _in_fp32(call: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _shared_in(value: Any) -> list[Any]:
+    """Return the lists and dictionaries in a list or dictionary, and itself."""
+    if not isinstance(value, _SHARED):
+        return []
+    return [value, *(each for _, item in _items(value) for each in _shared_in(item))]
+
+
 def _items(container: Any) -> list[tuple[Any, Any]]:
-    return list(container.items() if type(container) is dict else enumerate(container))
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
 
 
 def _exchange(containers: list[Any], pairs: list[tuple[Any, Any]]) -> None:
@@ -178,7 +186,7 @@ def _cast_arguments(
     args: Any, kwargs: Any, dtype: torch.dtype, kept: tuple[type, ...] = ()
 ) -> tuple[Any, Any]:
     def cast(value: Any) -> Any:
-        return value if type(value) in kept else _cast_argument(value, dtype)
+        return value if isinstance(value, kept) else _cast_argument(value, dtype)
 
     return tuple([cast(value) for value in args]), {k: cast(v) for k, v in kwargs.items()}
 
