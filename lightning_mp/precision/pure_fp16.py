@@ -106,6 +106,7 @@ class PureFP16(ScaledPrecision):
         self.fp32_modules = fp32_modules
         self._weights = self._half_weights = HalfWeights(self.half_dtype, write_back, self._ledger)
         self._kept: set[nn.Module] = set()
+        self._recurrent: set[nn.Module] = set()  # those whose inputs are cast
         self._has_fp32_inside = False
         self._is_compiled = False
         self._is_reduced_in_half = False
@@ -113,7 +114,7 @@ class PureFP16(ScaledPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         super().convert_module(module)
-        self._kept = set()
+        self._kept, self._recurrent = set(), set()
         self._keep_fp32(module)
         model: Any = module
         # Evaluation changes no weight, so modules that cannot be trained are allowed.
@@ -123,10 +124,6 @@ class PureFP16(ScaledPrecision):
             check_callbacks(model._trainer.callbacks)
         self._weights.convert(module, self._kept)
         self._undo.callback(self._weights.release)
-        # Recurrent layers compare the dtypes of inputs and weights before they call torch.
-        recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
-        recurrent = [m for m in recurrent if m not in self._kept]
-        cast_at_borders(recurrent, self.half_dtype, self.half_dtype, self._undo)
         # The model summary runs the model on it.
         self._undo.callback(setattr, model, "_example_input_array", model._example_input_array)
         model._example_input_array = self.convert_input(model._example_input_array)
@@ -140,15 +137,26 @@ class PureFP16(ScaledPrecision):
 
     def _keep_fp32(self, module: nn.Module, *, strict: bool = True) -> None:
         """Select the modules that stay in fp32, and cast inputs and outputs of `fp32_modules`."""
-        islands = select_modules(module, self.fp32_modules, strict=strict)
+        islands = {*select_modules(module, self.fp32_modules, strict=strict).values()}
+        # Layers that share a weight with them, such as an embedding with a head.
+        own = {p for island in islands for p in island.parameters(recurse=False)}
+        islands |= {
+            each
+            for each in module.modules()
+            if not each._modules and not own.isdisjoint(each.parameters(recurse=False))
+        }
         norms = (m for m in module.modules() if isinstance(m, _NormBase))
         # Half parametrizations would round twice, and orthogonal parametrizations diverge.
         lists = (m for m in module.modules() if isinstance(m, ParametrizationList))
         made = {inner for each in lists for inner in each.modules()}
-        new = [each for each in outermost(module, {*islands.values()}) if each not in self._kept]
+        new = [each for each in outermost(module, islands) if each not in self._kept]
         compute_in_fp32(new, self._undo)
         cast_at_borders(new, torch.float32, self.half_dtype, self._undo)
-        self._kept |= {*islands.values(), *(m for m in norms if m.running_mean is not None), *made}
+        self._kept |= {*islands, *(m for m in norms if m.running_mean is not None), *made}
+        # Recurrent layers compare the dtypes of inputs and weights before they call torch.
+        recurrent = {m for m in module.modules() if isinstance(m, nn.RNNBase)} - self._kept
+        cast_at_borders(recurrent - self._recurrent, self.half_dtype, self.half_dtype, self._undo)
+        self._recurrent |= recurrent
         # A weight that is half already, such as one that is parametrized later, stays half.
         to_fp32(
             each

@@ -145,6 +145,28 @@ def test_layer_that_replaces_a_module_of_fp32_modules_computes_in_fp32(
     assert set(seen) == {(True, torch.float32)}
 
 
+class _Recurrent(nn.Module):
+    """A recurrent layer that starts from an fp32 state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.RNN(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(1, len(x), 16, dtype=torch.float32)
+        return self.layer(x[:, None], state)[0][:, 0]
+
+
+@plugins
+def test_recurrent_layer_added_in_training_trains_as_in_fp32(make_plugin: Any) -> None:
+    class Grows(_Edited):
+        def edit(self) -> None:
+            self.network[3] = nn.Sequential(_Recurrent(), nn.Linear(16, 1))
+            self.optimizers().param_groups[0]["params"] = list(self.parameters())
+
+    trained_as_in_fp32(Grows, make_plugin())
+
+
 class _Parametrized(Regression):
     """Parametrizes a weight between two batches."""
 

@@ -349,3 +349,25 @@ def test_fp32_modules_read_float64_create_fp32_and_can_be_pickled(make_plugin: A
     x, times = torch.ones(1, 8), torch.full((1,), 1.7e9 + 1, dtype=torch.float64)
     copied = pickle.loads(model.pickled)(x, times).float()
     torch.testing.assert_close(copied, model.clock(x, times), rtol=0, atol=2**-9)
+
+
+class Tied(Regression):
+    """Embeds signs of the inputs; the head shares the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda: nn.Sequential(nn.Embedding(2, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+        )
+        self.network[2].weight = self.network[0].weight
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        outputs = self.network((batch[0][:, 0] > 0).long())
+        return (outputs.float()[:, 0] / 8 - batch[1].float()).square().mean()
+
+
+@pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
+def test_head_in_fp32_may_share_its_weight_with_an_embedding(make_plugin: Any) -> None:
+    model, reference, start = Tied(), Tied(), Tied()
+    fit(reference, None, loader(4))
+    fit(model, make_plugin(fp32_modules=["network.2"]), loader(4))
+    assert relative(model, reference, parameters_of(start)) < 2**-7
