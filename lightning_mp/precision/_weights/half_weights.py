@@ -14,6 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.numerics.split_weights import join_weight, join_weights, split_weight
@@ -122,6 +123,7 @@ class HalfWeights:
             own = list(owner.parameters(recurse=False))
             for p in own:
                 is_float = p.dtype in (torch.float32, *HALF_DTYPES)
+                is_float = is_float and not is_traceable_wrapper_subclass(p)  # quantized
                 if is_float and p not in self._ledger and id(p) not in kept:
                     self._take(p)
             if owner not in self._owners and any(p in self._ledger for p in own):

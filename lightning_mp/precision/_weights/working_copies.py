@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_mp.precision._weights.half_module import is_compiled, own_forward, replace_forward
 from lightning_mp.precision._weights.ledger import Entry, Ledger, ModuleUsers, is_autograd_thread
@@ -379,8 +380,10 @@ def _names_in_class(kind: type[nn.Module]) -> Sequence[str]:
 
 
 def _can_be_half(entry: Tensor) -> bool:
-    # Other entries, such as those of `torch.func.functional_call`, stay.
+    # Other entries, such as those of `torch.func.functional_call`, stay. So do quantized weights of
+    # torchao and quanto, which have no half copy.
     is_weight = isinstance(entry, nn.Parameter) and not is_lazy(entry)
+    is_weight = is_weight and not is_traceable_wrapper_subclass(entry)
     return is_weight and entry.dtype == torch.float32 and entry.dim() > 0
 
 
