@@ -29,9 +29,10 @@ USAGE = {
     "compiled": "`ActivationRangeMonitor` cannot measure a LightningModule that is compiled as a "
     "whole. Compile its networks instead: `self.net = torch.compile(self.net)`.",
     "unmeasured": "`{callback}` measured no module in a step, although a sample was due. Either no "
-    "module was called, or only inside a function that `torch.compile` compiles or, for "
-    "`RepresentationMonitor`, inside a transform of `torch.func` or with fewer than four samples. "
-    "Compile a module instead: `self.net = torch.compile(self.net)`.",
+    "selected module was called (`ActivationRangeMonitor` selects modules without children; pass "
+    "`modules=['net']` for others), or only inside a function that `torch.compile` compiles or, "
+    "for `RepresentationMonitor`, inside a transform of `torch.func` or with fewer than four "
+    "samples. Compile a module instead: `self.net = torch.compile(self.net)`.",
     "no_features": "`RepresentationMonitor` found no loss of lightning-mp among the modules of the "
     "model. Pass the towers: `RepresentationMonitor(modules=['image_tower', 'text_tower'])`.",
     "skip_sync": "`SpikeGuard(action='skip')` reads one flag from the device in every step, "
