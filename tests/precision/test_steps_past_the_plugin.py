@@ -273,10 +273,9 @@ class Delegating:
 
 
 class DelegatingOptimizer(Delegating, Optimizer):
-    """A subclass that does not call `Optimizer.__init__`."""
+    """A subclass without `Optimizer.__init__`; protocols of Python 3.12 see no `__getattr__`."""
 
     __hash__ = object.__hash__
-    # Since Python 3.12, Lightning's protocol of an optimizer does not see `__getattr__`.
     param_groups = property(lambda self: self.base.param_groups)
     defaults = property(lambda self: self.base.defaults)
     state = property(lambda self: self.base.state)
