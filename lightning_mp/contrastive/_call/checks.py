@@ -113,9 +113,9 @@ def _shapes_problem(image: Tensor, text: Tensor, has_positives: bool) -> str | N
 
 
 def _scalar_problem(name: str, value: object) -> str | None:
-    if hasattr(value, "full_tensor"):
-        return f"Passed `{name}` as a DTensor. It must be a value. Pass `{name}.full_tensor()`."
     if isinstance(value, Tensor):
+        if hasattr(value, "full_tensor"):
+            return f"Passed `{name}` as a DTensor. It must be a value. Pass `{name}.full_tensor()`."
         if value.numel() == 1 and value.is_floating_point():
             return None
         what = f"dtype {value.dtype} and shape {list(value.shape)}"
