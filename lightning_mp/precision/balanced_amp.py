@@ -136,7 +136,7 @@ class BalancedAMP(ScaledPrecision):
         kept = select_modules(module, self.fp32_modules, strict=strict)
         # Norms are handled by the op policy and return the dtype of their input.
         norms = set(select_norms(module).values())
-        islands = list(outermost(module, {*kept.values()} - norms))
+        islands = outermost(module, {*kept.values()} - norms)
         # A tower frozen in half must match its fp32 inputs.
         to_fp32(inner for island in islands for inner in island.modules())
         compute_in_fp32(islands, self._undo)

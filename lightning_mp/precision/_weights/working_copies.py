@@ -87,9 +87,7 @@ class WorkingCopies:
         self._kept: set[nn.Module] = set()
         self.writing: list[str] = []  # names of modules whose forward writes, for checkpoints
         self._writing: set[nn.Module] = set()  # those that join `_kept` at the next refresh
-        self._holders: list[
-            nn.Module
-        ] = []  # modules that may checkpoint functions of their weights
+        self._holders: list[nn.Module] = []  # may checkpoint functions of their own weights
         # Their own weights, and what replaces them in a backward.
         self._recomputed: dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._users = ModuleUsers()
